@@ -1,0 +1,180 @@
+"""What a layer computes (``MoESpec``) and how a group runs it (``EpConfig``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from megamoe.errors import CapacityError, SpecError
+
+__all__ = ["GROUP", "MAX_RANKS", "MAX_TOPK", "MODELS", "EpConfig", "MoESpec", "WeightDtype"]
+
+WeightDtype = Literal["fp8", "bf16"]
+
+GROUP: Final = 128
+"""Columns that share one activation scale, and side of a weight scale block."""
+MAX_TOPK: Final = 32
+MAX_RANKS: Final = 72
+"""Ranks of the largest NVLink domain in sale."""
+
+
+def _need(ok: bool, field: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise SpecError(f"{field} = {given!r}: must be {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The mathematics of one MoE layer.
+
+    ``y_t = sum_j p_tj * W2_e(SwiGLU(W1_e x_t)) + sum_s shared_s(x_t)``, j ascending, summed in
+    FP32, stored as BF16.
+
+    Attributes:
+        hidden: H, columns of a token; a multiple of 128.
+        inter: I, columns of the intermediate of one expert; a multiple of 128.
+        num_experts: E, routed experts over all ranks.
+        topk: K, routes per token, at most 32.
+        num_shared: shared experts of the same inter, computed on the token's own rank. A
+            checkpoint whose one shared expert has n * inter columns is n of these.
+        weight_dtype: ``"fp8"`` (e4m3 with FP32 scales per 128x128 block; activations e4m3 with
+            FP32 scales per 1x128) or ``"bf16"`` (weights and activations).
+        swiglu_clamp: c, or None. Gate is limited to at most c, up to [-c, c], before SwiGLU.
+
+    Raises:
+        SpecError: a field is out of its range; the message names it.
+    """
+
+    hidden: int
+    inter: int
+    num_experts: int
+    topk: int
+    num_shared: int = 0
+    weight_dtype: WeightDtype = "fp8"
+    swiglu_clamp: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("hidden", "inter"):
+            value = getattr(self, field)
+            _need(value > 0 and value % GROUP == 0, field, value, f"a positive multiple of {GROUP}")
+        _need(self.num_experts > 0, "num_experts", self.num_experts, "positive")
+        limit = min(MAX_TOPK, self.num_experts)
+        _need(1 <= self.topk <= limit, "topk", self.topk, f"in 1..{limit}")
+        _need(0 <= self.num_shared <= 8, "num_shared", self.num_shared, "in 0..8")
+        _need(self.weight_dtype in ("fp8", "bf16"), "weight_dtype", self.weight_dtype, "fp8 or bf16")
+        clamp = self.swiglu_clamp
+        _need(clamp is None or clamp > 0, "swiglu_clamp", clamp, "None or positive")
+
+    @property
+    def num_slots(self) -> int:
+        """Combine slots of a token: K routed, then the shared experts."""
+        return self.topk + self.num_shared
+
+    def experts_per_rank(self, num_ranks: int) -> int:
+        """Routed experts on each rank.
+
+        Raises:
+            SpecError: ``num_experts`` is not divisible by ``num_ranks``.
+        """
+        if not 1 <= num_ranks <= MAX_RANKS:
+            raise SpecError(f"num_ranks = {num_ranks}: must be in 1..{MAX_RANKS}")
+        if self.num_experts % num_ranks:
+            raise SpecError(
+                f"num_experts = {self.num_experts} is not divisible by num_ranks = {num_ranks}: "
+                "start a number of ranks that divides it"
+            )
+        return self.num_experts // num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """How an expert-parallel group runs a layer. Equal on every rank.
+
+    Attributes:
+        num_ranks: R.
+        max_tokens: the most tokens that one rank may bring to a call.
+        block_m: rows of a ring block; the unit in which experts' rows are scheduled.
+        ring_l1_blocks: B1, blocks of the ring of pulled tokens; 0 picks the recommendation.
+        ring_l2_blocks: B2, blocks of the ring of intermediates; 0 picks the recommendation.
+        wave_blocks: consecutive blocks of one expert that share a pass over its weights; 0 picks
+            the recommendation. At most min(B1, B2).
+        l2_lag_blocks: blocks by which Linear 2 trails Linear 1; limited by B2.
+        num_workers: CPU worker threads per rank (the CTAs of the CPU backend); 0 divides the
+            cores over the ranks. A GPU uses its SM count less ``reserved_sms``.
+        reserved_sms: SMs left to other streams (GPU).
+        timeout_s: limit of every wait inside a call, in seconds.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    block_m: int = 32
+    ring_l1_blocks: int = 0
+    ring_l2_blocks: int = 0
+    wave_blocks: int = 0
+    l2_lag_blocks: int = 0
+    num_workers: int = 0
+    reserved_sms: int = 0
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _need(1 <= self.num_ranks <= MAX_RANKS, "num_ranks", self.num_ranks, f"in 1..{MAX_RANKS}")
+        _need(1 <= self.max_tokens < 1 << 24, "max_tokens", self.max_tokens, "in 1..2**24-1")
+        _need(
+            self.block_m in (8, 16, 32, 64, 128, 256), "block_m", self.block_m, "8, 16, 32, ... 256"
+        )
+        for field in ("ring_l1_blocks", "ring_l2_blocks"):
+            value = getattr(self, field)
+            if value < 0:
+                raise CapacityError(f"{field} = {value}: the smallest ring has 1 block")
+        for field in ("wave_blocks", "l2_lag_blocks", "num_workers", "reserved_sms"):
+            _need(getattr(self, field) >= 0, field, getattr(self, field), "0 (choose) or positive")
+        _need(self.timeout_s > 0, "timeout_s", self.timeout_s, "positive")
+
+    def max_blocks(self, spec: MoESpec) -> int:
+        """The most blocks that one rank can receive in one call."""
+        local = spec.experts_per_rank(self.num_ranks)
+        # A masked or duplicate id never adds routes, so R * T_max * K bounds the routed rows; each
+        # expert wastes less than one block.
+        routed = self.num_ranks * self.max_tokens * spec.topk
+        shared = spec.num_shared * -(-self.max_tokens // self.block_m)
+        return min(routed, routed // self.block_m + local) + shared
+
+    def resolved(self, spec: MoESpec) -> EpConfig:
+        """The same configuration with every 0 replaced by the recommended value.
+
+        Raises:
+            SpecError: ranks do not divide the experts, or a wave exceeds a ring.
+        """
+        most = self.max_blocks(spec)
+        mean_rows = self.max_tokens * spec.topk * self.num_ranks // spec.num_experts
+        wave = self.wave_blocks or max(1, min(8, -(-mean_rows // self.block_m)))
+        # Two waves keep pulling, Linear 1 and Linear 2 busy at once; more than the load is waste.
+        recommended = min(most, max(4 * wave, 16))
+        b1 = self.ring_l1_blocks or recommended
+        b2 = self.ring_l2_blocks or recommended
+        wave = min(wave, b1, b2) if not self.wave_blocks else wave
+        if wave > min(b1, b2):
+            raise CapacityError(
+                f"wave_blocks = {wave} exceeds a ring (L1 {b1}, L2 {b2} blocks): "
+                f"ask for waves of at most {min(b1, b2)} blocks or rings of at least {wave}"
+            )
+        return replace(
+            self,
+            ring_l1_blocks=b1,
+            ring_l2_blocks=b2,
+            wave_blocks=wave,
+            l2_lag_blocks=min(self.l2_lag_blocks or max(1, b2 // 2), b2 - wave),
+        )
+
+
+# hidden, inter, experts, top-k, shared: design values of the published configurations.
+MODELS: Final[dict[str, MoESpec]] = {
+    "deepseek-v3": MoESpec(hidden=7168, inter=2048, num_experts=256, topk=8, num_shared=1),
+    "glm-5": MoESpec(hidden=6144, inter=2048, num_experts=256, topk=8, num_shared=1),
+    "v4-flash": MoESpec(hidden=4096, inter=2048, num_experts=256, topk=6, swiglu_clamp=10.0),
+    "v4-pro": MoESpec(hidden=7168, inter=3072, num_experts=384, topk=6, swiglu_clamp=10.0),
+    "kimi-k2": MoESpec(hidden=7168, inter=2048, num_experts=384, topk=8, num_shared=1),
+    "qwen3-235b": MoESpec(hidden=4096, inter=1536, num_experts=128, topk=8),
+    "qwen3-30b": MoESpec(hidden=2048, inter=768, num_experts=128, topk=8),
+}
+"""Published layers by name; benchmarks of routed work drop ``num_shared``."""
