@@ -44,6 +44,9 @@ inline constexpr Region kFirstKept = Region::kUnitCount;
 struct alignas(kLineBytes) Line {
     uint32_t value;
 };
+struct alignas(kLineBytes) Line64 {
+    uint64_t value;
+};
 
 // Words that only this rank's units touch, but for `abort`, which any peer may set.
 struct Control {
@@ -53,7 +56,7 @@ struct Control {
     Line barrier;        // arrivals at the grid barrier, cumulative
     Line ticket;         // next tile of this call
     Line exits;          // units that have left this call
-    Line block_base[2];  // by epoch parity: ring blocks of all earlier calls, modulo 2^32
+    Line64 block_base[2];  // by epoch parity: ring blocks of all earlier calls
 };
 
 struct Span {

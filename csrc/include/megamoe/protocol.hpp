@@ -1,0 +1,89 @@
+// Rings, epochs, barriers: what each counter means, and which wait each access needs.
+//
+// Two kinds of words, and no global clear between calls:
+//   flag     holds the epoch it was raised in and is compared by equality.
+//   counter  grows for the life of the session, by increments that do not depend on the call's data
+//            (rings, grid barrier): a wait compares with a target that the waiter computes. Counters
+//            may wrap; `reached` compares modulo 2^32.
+// token_arrived is neither: its increments vary with the routes. The rank that owns the token resets
+// it after reading, before its own next arrival at the count exchange, and peers add to it only
+// after they have seen that arrival.
+//
+// Ring positions. The blocks of all calls form one endless sequence q = block_base + block; block q
+// uses slot q % B for the q / B-th time. With u = q / B ("turn"):
+//   l1_full[slot]   += rows pulled, the block's padding counted with its last row
+//                      ready when reached (u + 1) * block_m
+//   l1_empty[slot]  += 1 per finished Linear 1 tile of the block
+//                      free for q when reached u * l1_tiles
+//   l2_full[slot]   += 1 per finished Linear 1 tile;   ready when reached (u + 1) * l1_tiles
+//   l2_empty[slot]  += 1 per finished Linear 2 tile;   free for q when reached u * l2_tiles
+// The unit that brings l2_empty to (u + 1) * l2_tiles has seen every tile of the block finished
+// (the additions are acquire-release), so it adds 1 to token_arrived of every row's source token.
+//
+// Hand-offs, and what orders them. "CPU" is the C++ memory model; the GPU kernel cites this table.
+//   #  data                 written by           read by              ordered by
+//   1  unit_count           count, each unit     count, every unit    grid barrier (acq-rel add)
+//   2  routes, recv_count   count, each unit     every peer's units   grid barrier, then counts_flag
+//                                                                     release (system) / acquire
+//   3  x, scales in input   staging, before the  peers' dispatch      as 2: the kernel starts after
+//                           call                                      staging, the flag follows
+//   4  L1 ring rows         dispatch             linear1, all units   l1_full release / acquire
+//                                                                     GPU: generic writes, bulk reads:
+//                                                                     reader fences the async proxy
+//   5  L1 slot reuse        linear1 (reads)      dispatch (writes)    l1_empty release / acquire
+//   6  L2 ring rows         linear1              linear2, all units   l2_full release / acquire; proxy
+//                                                                     as 4
+//   7  L2 slot reuse        linear2 (reads)      linear1 (writes)     l2_empty release / acquire
+//   8  combine rows         linear2, all units   combine on source    l2_empty acq-rel chain, then
+//                                                                     token_arrived release (system) /
+//                                                                     acquire
+//   9  combine slot reuse   combine (reads)      peers' linear2 of    exit of the call, then counts_flag
+//                                                the next call        of the next call
+//  10  routes, recv_count   readers of call e    writers of call e+2  two copies by epoch parity; every
+//      reuse                                                          rank waits for every peer's flag of
+//                                                                     e+1 before it can finish e+1
+#pragma once
+
+#include "megamoe/config.hpp"
+#include "megamoe/layout.hpp"
+#include "megamoe/shape.hpp"
+
+namespace megamoe {
+
+// `have` has come as far as `want`, for counters that may wrap.
+MEGAMOE_HD constexpr bool reached(uint32_t have, uint32_t want) {
+    return int32_t(have - want) >= 0;
+}
+
+struct RingPosition {
+    uint32_t slot;
+    uint32_t turn;
+};
+MEGAMOE_HD constexpr RingPosition ring_position(uint64_t q, uint32_t ring_blocks) {
+    return {uint32_t(q % ring_blocks), uint32_t(q / ring_blocks)};
+}
+
+// Targets of the four ring counters for block q.
+struct L1Slot {
+    uint32_t slot, free_target, ready_target;
+};
+struct L2Slot {
+    uint32_t slot, free_target, ready_target, done_target;
+};
+MEGAMOE_HD constexpr L1Slot l1_slot(const MoEShape& s, uint64_t q) {
+    const RingPosition p = ring_position(q, s.ring_l1);
+    return {p.slot, p.turn * s.l1_tiles(), (p.turn + 1) * s.block_m};
+}
+MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
+    const RingPosition p = ring_position(q, s.ring_l2);
+    return {p.slot, p.turn * s.l2_tiles(), (p.turn + 1) * s.l1_tiles(), (p.turn + 1) * s.l2_tiles()};
+}
+
+// Units meet at the grid barrier this often in a call, always.
+inline constexpr uint32_t kBarriersPerCall = 2;
+// Arrivals that complete barrier `index` (0 or 1) of call `epoch` (from 1).
+MEGAMOE_HD constexpr uint32_t barrier_target(uint32_t epoch, uint32_t index, uint32_t num_units) {
+    return ((epoch - 1) * kBarriersPerCall + index + 1) * num_units;
+}
+
+}  // namespace megamoe

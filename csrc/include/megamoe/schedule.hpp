@@ -1,0 +1,214 @@
+// Who gets which row, and the one ticket order over all tiles of a call.
+//
+// Both derive from the expert counts alone, so every unit computes them for itself and no unit
+// waits for a scheduler.
+//
+// Rows. Local experts are taken in the order shared first (they need no peer), then routed. The
+// rows of an expert come by source rank, the own rank first and then upwards (so that ranks do not
+// all pull from rank 0 at once), within a source by token and slot. Each expert's rows are cut into
+// blocks of block_m; blocks are numbered through the call.
+//
+// Tickets. A wave is up to wave_blocks consecutive blocks of one expert. The order is a sequence of
+// segments: Linear 1 of a wave, or Linear 2 of a wave. Inside a segment the tile column is outer and
+// the block inner, so that a weight tile is read once per wave. Linear 2 of a wave comes
+//   - as soon as Linear 1 is l2_lag blocks ahead of it, and
+//   - in any case before Linear 1 of a wave that would need its L2 ring slots.
+// Hence for every block b: L1(b) precedes L2(b); L2(b - B2) precedes L1(b); at most B2 blocks are
+// between their L1 and L2. A wave fits both rings (MoEShape::rings_fit), so the pulls of L1(b) wait
+// only for L1(b - B1), which lies in an earlier wave. Every dependency points to a smaller ticket:
+// the smallest unfinished ticket can always run.
+#pragma once
+
+#include "megamoe/config.hpp"
+#include "megamoe/shape.hpp"
+
+namespace megamoe {
+
+// Where one row of a local expert comes from, and which combine slot its result goes to.
+struct RowSource {
+    uint32_t rank;
+    uint32_t token;
+    uint32_t slot;
+};
+
+// Counts [R][E_l] and route lists of one call, as received. `begin` has room for R * E_l entries.
+class RouteTable {
+   public:
+    MEGAMOE_HD RouteTable(const MoEShape& shape, uint32_t rank, uint32_t num_tokens,
+                          const uint32_t* counts, uint32_t* begin)
+        : shape_(shape), rank_(rank), num_tokens_(num_tokens), counts_(counts), begin_(begin) {}
+
+    // Fills `begin[r][e]`, the position of (r, e) in r's route list, for r = first, first + step, …
+    MEGAMOE_HD void index(uint32_t first, uint32_t step) {
+        const uint32_t experts = shape_.local_experts();
+        for (uint32_t r = first; r < shape_.num_ranks; r += step) {
+            uint32_t sum = 0;
+            for (uint32_t e = 0; e < experts; ++e) {
+                begin_[r * experts + e] = sum;
+                sum += counts_[r * experts + e];
+            }
+        }
+    }
+
+    MEGAMOE_HD uint32_t num_tokens() const { return num_tokens_; }
+    MEGAMOE_HD uint32_t count(uint32_t source, uint32_t expert) const {
+        return counts_[source * shape_.local_experts() + expert];
+    }
+    // Rows of a local expert; shared experts (index >= E_l) have one row per local token.
+    MEGAMOE_HD uint32_t rows(uint32_t expert) const {
+        if (expert >= shape_.local_experts()) return num_tokens_;
+        uint32_t sum = 0;
+        for (uint32_t r = 0; r < shape_.num_ranks; ++r) sum += count(r, expert);
+        return sum;
+    }
+    // The source of a row; `routes(r)` gives r's list in this rank's window.
+    template <class Routes>
+    MEGAMOE_HD RowSource source(uint32_t expert, uint32_t row, Routes routes) const {
+        if (expert >= shape_.local_experts())
+            return {rank_, row, shape_.topk + expert - shape_.local_experts()};
+        for (uint32_t i = 0; i < shape_.num_ranks; ++i) {
+            const uint32_t r = rank_ + i < shape_.num_ranks ? rank_ + i : rank_ + i - shape_.num_ranks;
+            const uint32_t n = count(r, expert);
+            if (row < n) {
+                const uint32_t at = begin_[r * shape_.local_experts() + expert] + row;
+                const uint32_t route = routes(r)[at];
+                return {r, route / shape_.topk, route % shape_.topk};
+            }
+            row -= n;
+        }
+        return {rank_, 0, 0};  // unreachable: row < rows(expert)
+    }
+
+   private:
+    MoEShape shape_;
+    uint32_t rank_;
+    uint32_t num_tokens_;
+    const uint32_t* counts_;
+    uint32_t* begin_;
+};
+
+// Consecutive blocks of one expert. `first_block` counts through the call, `first_row` in the expert.
+struct Wave {
+    uint32_t expert;
+    uint32_t first_block;
+    uint32_t num_blocks;
+    uint32_t first_row;
+    MEGAMOE_HD uint32_t end_block() const { return first_block + num_blocks; }
+};
+
+// Yields the waves of a call in order. `Rows` maps a local expert to its number of rows.
+template <class Rows>
+class WaveWalk {
+   public:
+    MEGAMOE_HD WaveWalk(const MoEShape& shape, Rows rows) : shape_(shape), rows_(rows) {}
+
+    // False when there is none left.
+    MEGAMOE_HD bool next(Wave& wave) {
+        while (row_ >= expert_rows_) {
+            if (order_ == shape_.total_experts()) return false;
+            expert_ = expert_at(order_++);
+            expert_rows_ = rows_(expert_);
+            row_ = 0;
+        }
+        const uint32_t left = ceil_div(expert_rows_ - row_, shape_.block_m);
+        const uint32_t n = left < shape_.wave_blocks ? left : shape_.wave_blocks;
+        wave = {expert_, block_, n, row_};
+        block_ += n;
+        row_ += n * shape_.block_m;
+        return true;
+    }
+    MEGAMOE_HD uint32_t blocks_so_far() const { return block_; }
+
+   private:
+    MEGAMOE_HD uint32_t expert_at(uint32_t order) const {
+        const uint32_t shared = shape_.num_shared;
+        return order < shared ? shape_.local_experts() + order : order - shared;
+    }
+
+    MoEShape shape_;
+    Rows rows_;
+    uint32_t order_ = 0, expert_ = 0, expert_rows_ = 0, row_ = 0, block_ = 0;
+};
+
+// Blocks of a call.
+template <class Rows>
+MEGAMOE_HD uint32_t count_blocks(const MoEShape& shape, Rows rows) {
+    uint32_t blocks = 0;
+    for (uint32_t e = 0; e < shape.total_experts(); ++e) blocks += ceil_div(rows(e), shape.block_m);
+    return blocks;
+}
+
+enum class TileKind : uint32_t { kLinear1, kLinear2, kDone };
+
+// One unit of work. `block` counts through the call; add the call's block_base for the ring.
+struct Tile {
+    TileKind kind;
+    uint32_t expert;
+    uint32_t block;
+    uint32_t first_row;  // in the expert
+    uint32_t num_rows;   // 1..block_m
+    uint32_t n;          // tile column
+};
+
+// The only tile iterator. Tickets given to seek() must not decrease.
+template <class Rows>
+class TileWalk {
+   public:
+    MEGAMOE_HD TileWalk(const MoEShape& shape, Rows rows)
+        : shape_(shape), rows_(rows), walk1_(shape, rows), walk2_(shape, rows) {
+        have1_ = walk1_.next(wave1_);
+        have2_ = walk2_.next(wave2_);
+    }
+
+    MEGAMOE_HD Tile seek(uint32_t ticket) {
+        while (ticket >= segment_end_) {
+            if (!next_segment()) return {TileKind::kDone, 0, 0, 0, 0, 0};
+        }
+        const uint32_t i = ticket - segment_begin_;
+        const uint32_t m = i % segment_.num_blocks;
+        const uint32_t row = segment_.first_row + m * shape_.block_m;
+        const uint32_t left = rows_(segment_.expert) - row;
+        return {kind_,
+                segment_.expert,
+                segment_.first_block + m,
+                row,
+                left < shape_.block_m ? left : shape_.block_m,
+                i / segment_.num_blocks};
+    }
+
+   private:
+    // Linear 2 of the oldest waiting wave, or Linear 1 of the next one.
+    MEGAMOE_HD bool next_segment() {
+        if (!have2_) return false;
+        segment_begin_ = segment_end_;
+        if (linear2_next()) {
+            kind_ = TileKind::kLinear2;
+            segment_ = wave2_;
+            segment_end_ += wave2_.num_blocks * shape_.l2_tiles();
+            have2_ = walk2_.next(wave2_);
+        } else {
+            kind_ = TileKind::kLinear1;
+            segment_ = wave1_;
+            segment_end_ += wave1_.num_blocks * shape_.l1_tiles();
+            l1_end_ = wave1_.end_block();
+            have1_ = walk1_.next(wave1_);
+        }
+        return true;
+    }
+    MEGAMOE_HD bool linear2_next() const {
+        if (!have1_) return true;
+        if (wave2_.first_block >= l1_end_) return false;
+        const bool slots_needed = wave1_.end_block() > wave2_.first_block + shape_.ring_l2;
+        return slots_needed || l1_end_ >= wave2_.end_block() + shape_.l2_lag;
+    }
+
+    MoEShape shape_;
+    Rows rows_;
+    WaveWalk<Rows> walk1_, walk2_;
+    Wave wave1_{}, wave2_{}, segment_{};
+    bool have1_ = false, have2_ = false;
+    TileKind kind_ = TileKind::kDone;
+    uint32_t segment_begin_ = 0, segment_end_ = 0, l1_end_ = 0;
+};
+
+}  // namespace megamoe
