@@ -1,0 +1,1 @@
+"""HTTP layer service: imports neither torch nor cuda; it talks to an engine protocol."""
