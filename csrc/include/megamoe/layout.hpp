@@ -11,26 +11,26 @@
 namespace megamoe {
 
 // Order is memory order. R ranks, E_l local experts, S shared, U units, rows = ring * block_m.
-#define MEGAMOE_REGIONS(X)                                                                       \
-    X(kHostBarrier, "host_barrier")     /* [R] line: arrivals of peers' hosts; not cleared */    \
-    X(kControl, "control")              /* Control */                                            \
-    X(kFault, "fault")                  /* [R] FaultRecord, written by rank r at r */            \
-    X(kCountsFlag, "counts_flag")       /* [R] line: epoch whose counts have arrived from r */   \
-    X(kL1Full, "l1_full")               /* [B1] line: rows pulled, padding counted */            \
-    X(kL1Empty, "l1_empty")             /* [B1] line: Linear 1 tiles done */                     \
-    X(kL2Full, "l2_full")               /* [B2] line: Linear 1 tiles done */                     \
-    X(kL2Empty, "l2_empty")             /* [B2] line: Linear 2 tiles done */                     \
-    X(kTokenArrived, "token_arrived")   /* [T_max] u32: slots of a token written by peers */     \
-    X(kUnitCount, "unit_count")         /* [U][E] u32: routes counted by a unit */               \
-    X(kRecvCount, "recv_count")         /* [2][R][E_l] u32: rows from r for a local expert */    \
-    X(kRoute, "route")                  /* [2][R][T_max*K] u32: token*K + slot, by expert */     \
-    X(kInput, "input")                  /* [T_max] rows of x */                                  \
-    X(kInputScale, "input_scale")       /* [T_max][H/128] f32 */                                 \
-    X(kL1Ring, "l1_ring")               /* [rows] rows of x */                                   \
-    X(kL1Scale, "l1_scale")             /* [rows][H/128] f32; inner order is the backend's */    \
-    X(kL2Ring, "l2_ring")               /* [rows] rows of the intermediate */                    \
-    X(kL2Scale, "l2_scale")             /* [rows][I/128] f32; inner order is the backend's */    \
-    X(kCombine, "combine")              /* [K+S][T_max] BF16 rows */
+#define MEGAMOE_REGIONS(X)                                                                   \
+    X(kHostBarrier, "host_barrier")   /* [R] line: arrivals of peers' hosts; not cleared */  \
+    X(kControl, "control")            /* Control */                                          \
+    X(kFault, "fault")                /* [R] FaultRecord, written by rank r at r */          \
+    X(kCountsFlag, "counts_flag")     /* [R] line: epoch whose counts have arrived from r */ \
+    X(kL1Full, "l1_full")             /* [B1] line: rows pulled, padding counted */          \
+    X(kL1Empty, "l1_empty")           /* [B1] line: Linear 1 tiles done */                   \
+    X(kL2Full, "l2_full")             /* [B2] line: Linear 1 tiles done */                   \
+    X(kL2Empty, "l2_empty")           /* [B2] line: Linear 2 tiles done */                   \
+    X(kTokenArrived, "token_arrived") /* [T_max] u32: slots of a token written by peers */   \
+    X(kUnitCount, "unit_count")       /* [U][E] u32: routes counted by a unit */             \
+    X(kRecvCount, "recv_count")       /* [2][R][E_l] u32: rows from r for a local expert */  \
+    X(kRoute, "route")                /* [2][R][T_max*K] u32: token*K + slot, by expert */   \
+    X(kInput, "input")                /* [T_max] rows of x */                                \
+    X(kInputScale, "input_scale")     /* [T_max][H/128] f32 */                               \
+    X(kL1Ring, "l1_ring")             /* [rows] rows of x */                                 \
+    X(kL1Scale, "l1_scale")           /* [rows][H/128] f32; inner order is the backend's */  \
+    X(kL2Ring, "l2_ring")             /* [rows] rows of the intermediate */                  \
+    X(kL2Scale, "l2_scale")           /* [rows][I/128] f32; inner order is the backend's */  \
+    X(kCombine, "combine")            /* [K+S][T_max] BF16 rows */
 
 enum class Region : uint32_t {
 #define X(id, text) id,
@@ -50,13 +50,13 @@ struct alignas(kLineBytes) Line64 {
 
 // Words that only this rank's units touch, but for `abort`, which any peer may set.
 struct Control {
-    Line abort;          // 0, or 1 + the rank that gave up
-    Line fault_claim;    // the first unit of this rank to give up writes the record
-    Line epoch;          // calls finished since the last reset
-    Line barrier;        // arrivals at the grid barrier, cumulative
-    Line ticket;         // next tile of this call
-    Line exits;          // units that have left this call
-    Line64 block_base[2];  // by epoch parity: ring blocks of all earlier calls
+    Line abort;         // 0, or 1 + the rank that gave up
+    Line fault_claim;   // the first unit of this rank to give up writes the record
+    Line epoch;         // calls finished since the last reset
+    Line barrier;       // arrivals at the grid barrier, cumulative
+    Line ticket;        // next tile of this call
+    Line exits;         // roles that have left this call
+    Line64 block_base;  // ring blocks of all earlier calls; advanced by the last to leave
 };
 
 struct Span {
@@ -79,7 +79,8 @@ MEGAMOE_HD constexpr WindowLayout make_window_layout(const MoEShape& s) {
     WindowLayout w{};
     uint64_t end = 0;
     auto put = [&](Region r, uint64_t count, uint64_t stride) {
-        end = align_up(end, 1024);  // swizzled bulk copies need 1024; it is nothing beside the rings
+        end =
+            align_up(end, 1024);  // swizzled bulk copies need 1024; it is nothing beside the rings
         w.span[uint32_t(r)] = {end, count, stride};
         end += count * stride;
     };
@@ -121,7 +122,9 @@ struct Windows {
     MEGAMOE_HD T* ptr(uint32_t peer, Region r, uint64_t element = 0) const {
         return reinterpret_cast<T*>(at(peer, r, element));
     }
-    MEGAMOE_HD Control& control(uint32_t peer) const { return *ptr<Control>(peer, Region::kControl); }
+    MEGAMOE_HD Control& control(uint32_t peer) const {
+        return *ptr<Control>(peer, Region::kControl);
+    }
     // [2][R][E_l] and [2][R][T_max*K], as seen by the rank that receives.
     MEGAMOE_HD uint32_t* recv_count(const MoEShape& s, uint32_t owner, uint32_t parity,
                                     uint32_t source) const {

@@ -3,11 +3,11 @@
 // Two kinds of words, and no global clear between calls:
 //   flag     holds the epoch it was raised in and is compared by equality.
 //   counter  grows for the life of the session, by increments that do not depend on the call's data
-//            (rings, grid barrier): a wait compares with a target that the waiter computes. Counters
-//            may wrap; `reached` compares modulo 2^32.
-// token_arrived is neither: its increments vary with the routes. The rank that owns the token resets
-// it after reading, before its own next arrival at the count exchange, and peers add to it only
-// after they have seen that arrival.
+//            (rings, grid barrier): a wait compares with a target that the waiter computes.
+//            Counters may wrap; `reached` compares modulo 2^32.
+// token_arrived is neither: its increments vary with the routes. The rank that owns the token
+// resets it after reading, before its own next arrival at the count exchange, and peers add to it
+// only after they have seen that arrival.
 //
 // Ring positions. The blocks of all calls form one endless sequence q = block_base + block; block q
 // uses slot q % B for the q / B-th time. With u = q / B ("turn"):
@@ -23,24 +23,30 @@
 // Hand-offs, and what orders them. "CPU" is the C++ memory model; the GPU kernel cites this table.
 //   #  data                 written by           read by              ordered by
 //   1  unit_count           count, each unit     count, every unit    grid barrier (acq-rel add)
-//   2  routes, recv_count   count, each unit     every peer's units   grid barrier, then counts_flag
+//   2  routes, recv_count   count, each unit     every peer's units   grid barrier, then
+//   counts_flag
 //                                                                     release (system) / acquire
 //   3  x, scales in input   staging, before the  peers' dispatch      as 2: the kernel starts after
 //                           call                                      staging, the flag follows
 //   4  L1 ring rows         dispatch             linear1, all units   l1_full release / acquire
-//                                                                     GPU: generic writes, bulk reads:
-//                                                                     reader fences the async proxy
+//                                                                     GPU: generic writes, bulk
+//                                                                     reads: reader fences the
+//                                                                     async proxy
 //   5  L1 slot reuse        linear1 (reads)      dispatch (writes)    l1_empty release / acquire
-//   6  L2 ring rows         linear1              linear2, all units   l2_full release / acquire; proxy
+//   6  L2 ring rows         linear1              linear2, all units   l2_full release / acquire;
+//   proxy
 //                                                                     as 4
 //   7  L2 slot reuse        linear2 (reads)      linear1 (writes)     l2_empty release / acquire
 //   8  combine rows         linear2, all units   combine on source    l2_empty acq-rel chain, then
-//                                                                     token_arrived release (system) /
-//                                                                     acquire
-//   9  combine slot reuse   combine (reads)      peers' linear2 of    exit of the call, then counts_flag
+//                                                                     token_arrived release
+//                                                                     (system) / acquire
+//   9  combine slot reuse   combine (reads)      peers' linear2 of    exit of the call, then
+//   counts_flag
 //                                                the next call        of the next call
-//  10  routes, recv_count   readers of call e    writers of call e+2  two copies by epoch parity; every
-//      reuse                                                          rank waits for every peer's flag of
+//  10  routes, recv_count   readers of call e    writers of call e+2  two copies by epoch parity;
+//  every
+//      reuse                                                          rank waits for every peer's
+//      flag of
 //                                                                     e+1 before it can finish e+1
 #pragma once
 
@@ -76,7 +82,8 @@ MEGAMOE_HD constexpr L1Slot l1_slot(const MoEShape& s, uint64_t q) {
 }
 MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
     const RingPosition p = ring_position(q, s.ring_l2);
-    return {p.slot, p.turn * s.l2_tiles(), (p.turn + 1) * s.l1_tiles(), (p.turn + 1) * s.l2_tiles()};
+    return {p.slot, p.turn * s.l2_tiles(), (p.turn + 1) * s.l1_tiles(),
+            (p.turn + 1) * s.l2_tiles()};
 }
 
 // Units meet at the grid barrier this often in a call, always.

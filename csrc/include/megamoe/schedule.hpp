@@ -9,8 +9,8 @@
 // blocks of block_m; blocks are numbered through the call.
 //
 // Tickets. A wave is up to wave_blocks consecutive blocks of one expert. The order is a sequence of
-// segments: Linear 1 of a wave, or Linear 2 of a wave. Inside a segment the tile column is outer and
-// the block inner, so that a weight tile is read once per wave. Linear 2 of a wave comes
+// segments: Linear 1 of a wave, or Linear 2 of a wave. Inside a segment the tile column is outer
+// and the block inner, so that a weight tile is read once per wave. Linear 2 of a wave comes
 //   - as soon as Linear 1 is l2_lag blocks ahead of it, and
 //   - in any case before Linear 1 of a wave that would need its L2 ring slots.
 // Hence for every block b: L1(b) precedes L2(b); L2(b - B2) precedes L1(b); at most B2 blocks are
@@ -33,7 +33,7 @@ struct RowSource {
 
 // Counts [R][E_l] and route lists of one call, as received. `begin` has room for R * E_l entries.
 class RouteTable {
-   public:
+  public:
     MEGAMOE_HD RouteTable(const MoEShape& shape, uint32_t rank, uint32_t num_tokens,
                           const uint32_t* counts, uint32_t* begin)
         : shape_(shape), rank_(rank), num_tokens_(num_tokens), counts_(counts), begin_(begin) {}
@@ -67,7 +67,8 @@ class RouteTable {
         if (expert >= shape_.local_experts())
             return {rank_, row, shape_.topk + expert - shape_.local_experts()};
         for (uint32_t i = 0; i < shape_.num_ranks; ++i) {
-            const uint32_t r = rank_ + i < shape_.num_ranks ? rank_ + i : rank_ + i - shape_.num_ranks;
+            const uint32_t r =
+                rank_ + i < shape_.num_ranks ? rank_ + i : rank_ + i - shape_.num_ranks;
             const uint32_t n = count(r, expert);
             if (row < n) {
                 const uint32_t at = begin_[r * shape_.local_experts() + expert] + row;
@@ -79,7 +80,7 @@ class RouteTable {
         return {rank_, 0, 0};  // unreachable: row < rows(expert)
     }
 
-   private:
+  private:
     MoEShape shape_;
     uint32_t rank_;
     uint32_t num_tokens_;
@@ -87,7 +88,8 @@ class RouteTable {
     uint32_t* begin_;
 };
 
-// Consecutive blocks of one expert. `first_block` counts through the call, `first_row` in the expert.
+// Consecutive blocks of one expert. `first_block` counts through the call, `first_row` in the
+// expert.
 struct Wave {
     uint32_t expert;
     uint32_t first_block;
@@ -99,7 +101,7 @@ struct Wave {
 // Yields the waves of a call in order. `Rows` maps a local expert to its number of rows.
 template <class Rows>
 class WaveWalk {
-   public:
+  public:
     MEGAMOE_HD WaveWalk(const MoEShape& shape, Rows rows) : shape_(shape), rows_(rows) {}
 
     // False when there is none left.
@@ -119,7 +121,7 @@ class WaveWalk {
     }
     MEGAMOE_HD uint32_t blocks_so_far() const { return block_; }
 
-   private:
+  private:
     MEGAMOE_HD uint32_t expert_at(uint32_t order) const {
         const uint32_t shared = shape_.num_shared;
         return order < shared ? shape_.local_experts() + order : order - shared;
@@ -153,7 +155,7 @@ struct Tile {
 // The only tile iterator. Tickets given to seek() must not decrease.
 template <class Rows>
 class TileWalk {
-   public:
+  public:
     MEGAMOE_HD TileWalk(const MoEShape& shape, Rows rows)
         : shape_(shape), rows_(rows), walk1_(shape, rows), walk2_(shape, rows) {
         have1_ = walk1_.next(wave1_);
@@ -176,7 +178,7 @@ class TileWalk {
                 i / segment_.num_blocks};
     }
 
-   private:
+  private:
     // Linear 2 of the oldest waiting wave, or Linear 1 of the next one.
     MEGAMOE_HD bool next_segment() {
         if (!have2_) return false;

@@ -1,0 +1,44 @@
+#include "cpu/math.hpp"
+
+#include <cstdlib>
+#include <new>
+
+namespace megamoe::cpu {
+
+AlignedBytes allocate_aligned(size_t size) {
+    void* p = std::aligned_alloc(kAlign, align_up(size ? size : 1, kAlign));
+    if (p == nullptr) throw std::bad_alloc();
+    return AlignedBytes(static_cast<uint8_t*>(p));
+}
+
+CpuMath::CpuMath(const MoEShape& shape, const TileFns& fns, float clamp)
+    : shape_(shape),
+      gemm_{int(shape.hidden), int(shape.inter), shape.is_fp8 != 0},
+      fns_(fns),
+      clamp_(clamp),
+      experts_(shape.total_experts()) {
+    units_.resize(shape.num_units);
+    for (Unit& unit : units_) {
+        unit.scratch = allocate_aligned(scratch_bytes(gemm_, int(shape.block_m)));
+        unit.out = allocate_aligned(size_t(shape.block_m) * shape.l2_tile_n * 2);
+        unit.experts.resize(shape.num_experts);
+    }
+}
+
+void CpuMath::load_expert(uint32_t index, const void* w1, const float* w1_scale, const void* w2,
+                          const float* w2_scale) {
+    PackedExpert& e = experts_.at(index);
+    if (!e.w1) {
+        e.w1 = allocate_aligned(fns_.packed_w1_bytes(gemm_));
+        e.w2 = allocate_aligned(fns_.packed_w2_bytes(gemm_));
+        ++num_loaded_;
+    }
+    fns_.pack_w1(e.w1.get(), w1, gemm_);
+    fns_.pack_w2(e.w2.get(), w2, gemm_);
+    if (!shape_.is_fp8) return;
+    const size_t blocks = size_t(shape_.inter / 128) * (shape_.hidden / 128);
+    e.w1_scale.assign(w1_scale, w1_scale + 2 * blocks);
+    e.w2_scale.assign(w2_scale, w2_scale + blocks);
+}
+
+}  // namespace megamoe::cpu
