@@ -2,16 +2,11 @@
 
 #include <nanobind/nanobind.h>
 
-namespace nb = nanobind;
+#include "bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {
     m.doc() = "Compiled part of megamoe; use it through megamoe.native.";
-    m.def(
-        "describe",
-        [] {
-            nb::dict description;
-            description["version"] = MEGAMOE_VERSION;
-            return description;
-        },
-        "Facts that Python reads instead of repeating them.");
+    megamoe::bind_layout(m);
+    megamoe::bind_schedule(m);
+    megamoe::bind_session(m);
 }
