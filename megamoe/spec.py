@@ -1,4 +1,4 @@
-"""What a layer computes (``MoESpec``) and how a group runs it (``EpConfig``)."""
+"""What a layer computes (``MoESpec``, ``AttentionPreSpec``), how a group runs it (``EpConfig``)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from typing import Final, Literal
 
 from megamoe.errors import CapacityError, SpecError
 
-__all__ = ["GROUP", "MAX_RANKS", "MAX_TOPK", "MODELS", "EpConfig", "MoESpec", "WeightDtype"]
+__all__ = [
+    "ATTENTION_MODELS",
+    "GROUP",
+    "INDEX_DIM",
+    "INDEX_PAGE",
+    "MAX_RANKS",
+    "MAX_TOPK",
+    "MODELS",
+    "AttentionPreSpec",
+    "EpConfig",
+    "MoESpec",
+    "WeightDtype",
+]
 
 WeightDtype = Literal["fp8", "bf16"]
 
 GROUP: Final = 128
 """Columns that share one activation scale, and side of a weight scale block."""
+INDEX_DIM: Final = 128
+"""Columns of an index head: one quantisation group."""
+INDEX_PAGE: Final = 64
+"""Keys of a page of the index cache."""
 MAX_TOPK: Final = 32
 MAX_RANKS: Final = 72
 """Ranks of the largest NVLink domain in sale."""
@@ -61,7 +77,9 @@ class MoESpec:
         limit = min(MAX_TOPK, self.num_experts)
         _need(1 <= self.topk <= limit, "topk", self.topk, f"in 1..{limit}")
         _need(0 <= self.num_shared <= 8, "num_shared", self.num_shared, "in 0..8")
-        _need(self.weight_dtype in ("fp8", "bf16"), "weight_dtype", self.weight_dtype, "fp8 or bf16")
+        _need(
+            self.weight_dtype in ("fp8", "bf16"), "weight_dtype", self.weight_dtype, "fp8 or bf16"
+        )
         clamp = self.swiglu_clamp
         _need(clamp is None or clamp > 0, "swiglu_clamp", clamp, "None or positive")
 
@@ -178,3 +196,93 @@ MODELS: Final[dict[str, MoESpec]] = {
     "qwen3-30b": MoESpec(hidden=2048, inter=768, num_experts=128, topk=8),
 }
 """Published layers by name; benchmarks of routed work drop ``num_shared``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPreSpec:
+    """What a DeepSeek-sparse-attention layer computes before top-k: projections, caches, scores.
+
+    RoPE rotates neighbouring pairs (2i, 2i+1) and leaves them in place: the last ``qk_rope``
+    columns of a main head and of the latent row, the first ``qk_rope`` of an index head.
+
+    Attributes:
+        hidden: H, columns of a token; a multiple of 128.
+        num_heads: main attention heads.
+        q_lora: Lq, columns of the query latent; a multiple of 128.
+        kv_lora: Lkv, columns of the key/value latent; a multiple of 128.
+        qk_nope: columns of a main head without position; ``qk_nope + qk_rope`` is a multiple
+            of 128.
+        qk_rope: R, rotated columns; even, at most 128.
+        index_heads: heads of the indexer.
+        rope_theta: base of the rotation frequencies.
+        input_eps: epsilon of the first RMSNorm.
+        latent_eps: epsilon of the RMSNorms of both latents. HF's module uses 1e-6 whatever the
+            configuration says, vLLM and SGLang use the configuration's ``rms_norm_eps``.
+        index_eps: epsilon of the index key's LayerNorm.
+        scale_pow2: round activation scales up to powers of two (the ``ue8m0`` checkpoints' rule).
+
+    Raises:
+        SpecError: a field is out of its range; the message names it.
+    """
+
+    hidden: int
+    num_heads: int
+    q_lora: int
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    index_heads: int
+    rope_theta: float = 8e6
+    input_eps: float = 1e-5
+    latent_eps: float = 1e-6
+    index_eps: float = 1e-6
+    scale_pow2: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("hidden", "q_lora", "kv_lora"):
+            value = getattr(self, field)
+            _need(value > 0 and value % GROUP == 0, field, value, f"a positive multiple of {GROUP}")
+        for field in ("num_heads", "index_heads", "rope_theta"):
+            _need(getattr(self, field) > 0, field, getattr(self, field), "positive")
+        rope_ok = 0 < self.qk_rope <= GROUP and self.qk_rope % 2 == 0
+        _need(rope_ok, "qk_rope", self.qk_rope, f"even and in 2..{GROUP}")
+        _need(self.qk_nope > 0, "qk_nope", self.qk_nope, "positive")
+        whole = f"a multiple of {GROUP}"
+        _need(self.head_dim % GROUP == 0, "qk_nope + qk_rope", self.head_dim, whole)
+        _need(self.index_heads <= GROUP, "index_heads", self.index_heads, f"at most {GROUP}")
+
+    @property
+    def head_dim(self) -> int:
+        """D, columns of a main query head."""
+        return self.qk_nope + self.qk_rope
+
+    @property
+    def qkv_a_dim(self) -> int:
+        """Rows of the fused first projection: query latent, key/value latent, rotary key."""
+        return self.q_lora + self.kv_lora + self.qk_rope
+
+    @property
+    def index_weight_scale(self) -> float:
+        """Constant factor of a head's weight: index_heads**-0.5 * 128**-0.5."""
+        return float(self.index_heads**-0.5 * INDEX_DIM**-0.5)
+
+    @property
+    def latent_row_bytes(self) -> int:
+        """A token in the latent cache: e4m3 latent, FP32 scale per 128, BF16 rotary key."""
+        return self.kv_lora + 4 * (self.kv_lora // GROUP) + 2 * self.qk_rope
+
+
+ATTENTION_MODELS: Final[dict[str, AttentionPreSpec]] = {
+    name: AttentionPreSpec(
+        hidden=6144,
+        num_heads=64,
+        q_lora=2048,
+        kv_lora=512,
+        qk_nope=192,
+        qk_rope=64,
+        index_heads=32,
+        rope_theta=theta,
+    )
+    for name, theta in {"glm-5": 1e6, "glm-5.2": 8e6}.items()
+}
+"""Published layers with interleaved RoPE in the indexer; GLM-5.2 raised the base to 8e6."""
