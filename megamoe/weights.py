@@ -1,0 +1,132 @@
+"""Expert weights of one rank in the layer's layout, and where they come from.
+
+Local experts of a rank are its routed experts 0..E/R-1 (global id = rank * E/R + local), then the
+shared experts. Shape legend: H hidden, I intermediate, E experts, R ranks, S shared experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import InputError, SpecError
+from megamoe.reference.quant import quantize_128x128
+from megamoe.spec import GROUP, MoESpec
+
+__all__ = ["ExpertWeights", "check_expert", "local_expert_ids", "random_expert", "random_experts"]
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One local expert.
+
+    Attributes:
+        index: place among the rank's local experts, 0..E/R+S-1.
+        w1: [2I, H], gate rows then up rows; e4m3 or BF16.
+        w1_scale: FP32 [2I/128, H/128] of 128x128 blocks for e4m3, else None.
+        w2: [H, I]; e4m3 or BF16.
+        w2_scale: FP32 [H/128, I/128] for e4m3, else None.
+    """
+
+    index: int
+    w1: Tensor
+    w1_scale: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.w1, self.w1_scale, self.w2, self.w2_scale)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def check_expert(spec: MoESpec, expert: ExpertWeights, num_ranks: int) -> None:
+    """Checks an expert against the layer.
+
+    Raises:
+        InputError: index, a shape, a dtype or a missing scale; the message names the tensor.
+    """
+    local = spec.experts_per_rank(num_ranks) + spec.num_shared
+    if not 0 <= expert.index < local:
+        raise InputError(
+            f"expert index {expert.index}: this rank has local experts 0..{local - 1} "
+            f"({local - spec.num_shared} routed, {spec.num_shared} shared)"
+        )
+    fp8 = spec.weight_dtype == "fp8"
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    shapes = {"w1": (2 * spec.inter, spec.hidden), "w2": (spec.hidden, spec.inter)}
+    for name, shape in shapes.items():
+        w, scale = getattr(expert, name), getattr(expert, f"{name}_scale")
+        _check(expert.index, name, w, dtype, shape)
+        if fp8:
+            blocks = (shape[0] // GROUP, shape[1] // GROUP)
+            _check(expert.index, f"{name}_scale", scale, torch.float32, blocks)
+        elif scale is not None:
+            raise InputError(f"expert {expert.index}: {name}_scale is given for BF16 weights")
+
+
+def _check(
+    index: int, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    if tensor is None:
+        raise InputError(f"expert {index}: {name} is missing; want {dtype} {shape}")
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise InputError(
+            f"expert {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; want {dtype} {shape}"
+        )
+
+
+def local_expert_ids(spec: MoESpec, rank: int, num_ranks: int) -> range:
+    """Global ids of the routed experts of a rank.
+
+    Raises:
+        SpecError: the ranks do not divide the experts, or there is no such rank.
+    """
+    local = spec.experts_per_rank(num_ranks)
+    if not 0 <= rank < num_ranks:
+        raise SpecError(f"rank = {rank}: must be in 0..{num_ranks - 1}")
+    return range(rank * local, (rank + 1) * local)
+
+
+def random_expert(
+    spec: MoESpec, global_id: int, index: int, seed: int, scale: float = 1.0
+) -> ExpertWeights:
+    """One expert as a function of (seed, global id) alone; shared expert s has id E + s.
+
+    Weights are normal with standard deviation ``scale / sqrt(columns)``, and each 128x128 block is
+    multiplied by its own 2**u, u uniform in [-1.5, 1.5]: blocks then differ in scale by up to 8x,
+    so that a wrong scale index shows.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + global_id) % (1 << 63))
+
+    def weight(rows: int, cols: int) -> tuple[Tensor, Tensor | None]:
+        w = torch.randn(rows, cols, generator=generator)
+        u = torch.rand(rows // GROUP, cols // GROUP, generator=generator) * 3 - 1.5
+        factor = torch.exp2(u) * (scale / cols**0.5)
+        w.view(rows // GROUP, GROUP, cols // GROUP, GROUP).mul_(factor[:, None, :, None])
+        if spec.weight_dtype == "fp8":
+            return quantize_128x128(w)
+        return w.bfloat16(), None
+
+    w1, w1_scale = weight(2 * spec.inter, spec.hidden)
+    w2, w2_scale = weight(spec.hidden, spec.inter)
+    return ExpertWeights(index, w1, w1_scale, w2, w2_scale)
+
+
+def random_experts(
+    spec: MoESpec, rank: int, num_ranks: int, seed: int, scale: float = 1.0
+) -> Iterator[ExpertWeights]:
+    """This rank's experts, routed then shared: the same experts whatever the number of ranks.
+
+    Raises:
+        SpecError: the ranks do not divide the experts, or there is no such rank.
+    """
+    ids = local_expert_ids(spec, rank, num_ranks)
+    for index, global_id in enumerate(ids):
+        yield random_expert(spec, global_id, index, seed, scale)
+    for s in range(spec.num_shared):
+        yield random_expert(spec, spec.num_experts + s, len(ids) + s, seed, scale)
