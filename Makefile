@@ -34,9 +34,9 @@ $(VENV)/.created: scripts/find_python.sh
 
 # A stamp is newer than what it was installed from, so that a second run installs nothing.
 define install
-	$(PIP) install --quiet -c $(CONSTRAINTS) scikit-build-core nanobind cmake ninja
+	$(PIP) install -qq -c $(CONSTRAINTS) scikit-build-core nanobind cmake ninja
 	PATH="$(abspath $(VENV))/bin:$$PATH" \
-	    $(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[$(1)]'
+	    $(PIP) install -qq -c $(CONSTRAINTS) --no-build-isolation -e '.[$(1)]'
 	touch $@
 endef
 
