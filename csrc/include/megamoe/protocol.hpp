@@ -1,10 +1,12 @@
 // Rings, epochs, barriers: what each counter means, and which wait each access needs.
 //
 // Two kinds of words, and no global clear between calls:
-//   flag     holds the epoch it was raised in and is compared by equality.
+//   flag     holds the epoch it was last raised in. A waiter of call e accepts e or later: a peer
+//            that needs nothing more from this rank goes on to e + 1 while some role here has yet
+//            to look. It can't be two ahead: finishing e + 1 takes this rank's flag of e + 1.
 //   counter  grows for the life of the session, by increments that do not depend on the call's data
 //            (rings, grid barrier): a wait compares with a target that the waiter computes.
-//            Counters may wrap; `reached` compares modulo 2^32.
+// Both may wrap; `reached` compares modulo 2^32.
 // token_arrived is neither: its increments vary with the routes. The rank that owns the token
 // resets it after reading, before its own next arrival at the count exchange, and peers add to it
 // only after they have seen that arrival.
@@ -21,33 +23,31 @@
 // (the additions are acquire-release), so it adds 1 to token_arrived of every row's source token.
 //
 // Hand-offs, and what orders them. "CPU" is the C++ memory model; the GPU kernel cites this table.
+// clang-format off
 //   #  data                 written by           read by              ordered by
 //   1  unit_count           count, each unit     count, every unit    grid barrier (acq-rel add)
-//   2  routes, recv_count   count, each unit     every peer's units   grid barrier, then
-//   counts_flag
+//   2  routes, recv_count   count, each unit     every peer's roles   grid barrier, then counts_flag
 //                                                                     release (system) / acquire
-//   3  x, scales in input   staging, before the  peers' dispatch      as 2: the kernel starts after
-//                           call                                      staging, the flag follows
+//   3  x, scales in input   staging, before      peers' dispatch      as 2: the kernel starts after
+//                           the call                                  staging, the flag follows
 //   4  L1 ring rows         dispatch             linear1, all units   l1_full release / acquire
 //                                                                     GPU: generic writes, bulk
-//                                                                     reads: reader fences the
+//                                                                     reads: the reader fences the
 //                                                                     async proxy
 //   5  L1 slot reuse        linear1 (reads)      dispatch (writes)    l1_empty release / acquire
 //   6  L2 ring rows         linear1              linear2, all units   l2_full release / acquire;
-//   proxy
-//                                                                     as 4
+//                                                                     proxy as 4
 //   7  L2 slot reuse        linear2 (reads)      linear1 (writes)     l2_empty release / acquire
 //   8  combine rows         linear2, all units   combine on source    l2_empty acq-rel chain, then
 //                                                                     token_arrived release
 //                                                                     (system) / acquire
 //   9  combine slot reuse   combine (reads)      peers' linear2 of    exit of the call, then
-//   counts_flag
-//                                                the next call        of the next call
-//  10  routes, recv_count   readers of call e    writers of call e+2  two copies by epoch parity;
-//  every
-//      reuse                                                          rank waits for every peer's
-//      flag of
-//                                                                     e+1 before it can finish e+1
+//                                                the next call        counts_flag of the next call
+//  10  routes, recv_count   readers of call e    writers of call      two copies by epoch parity:
+//      reuse                                     e + 2                a rank finishes e + 1 only
+//                                                                     after every peer's flag of
+//                                                                     e + 1, raised after e ended
+// clang-format on
 #pragma once
 
 #include "megamoe/config.hpp"
