@@ -56,7 +56,7 @@ bool count_routes(C& ctx, uint32_t unit) {
     for (uint32_t i = mine.first * s.topk; i < mine.last * s.topk; ++i) {
         const int32_t expert = ctx.call.topk_idx[i];
         if (expert < 0) continue;
-        uint32_t* list = ctx.windows.route(s, expert / per_rank, ctx.parity(), ctx.rank());
+        uint32_t* list = ctx.windows.route(s, expert / per_rank, ctx.parity, ctx.rank());
         list[next[expert]++] = i;
     }
     return grid_barrier(ctx, unit, 1);
@@ -70,7 +70,7 @@ void publish_counts(C& ctx, uint32_t unit) {
     const uint32_t* unit_count = ctx.word(Region::kUnitCount, 0);
     for (uint32_t i = unit; i < s.num_ranks; i += s.num_units) {
         const uint32_t peer = (ctx.rank() + i) % s.num_ranks;
-        uint32_t* counts = ctx.windows.recv_count(s, peer, ctx.parity(), ctx.rank());
+        uint32_t* counts = ctx.windows.recv_count(s, peer, ctx.parity, ctx.rank());
         for (uint32_t e = 0; e < per_rank; ++e) {
             uint32_t sum = 0;
             for (uint32_t u = 0; u < s.num_units; ++u)

@@ -29,14 +29,14 @@ void leave(C& ctx, const RouteTable& table) {
 }
 
 // `begin` is scratch of [R * E_l] words, one per thread, in all three roles.
-template <class Sync, class Math>
-bool run_math(Context<Sync, Math> ctx, uint32_t unit, uint32_t* begin) {
+template <class C>
+bool run_math(C ctx, uint32_t unit, uint32_t* begin) {
     ctx.begin();
     if (!count_routes(ctx, unit)) return false;
     publish_counts(ctx, unit);
     if (!wait_counts(ctx, Role::kMath, unit)) return false;
     const RouteTable table = ctx.route_table(begin);
-    TileWalk walk(ctx.shape, TableRows{&table});
+    auto walk = ctx.tile_walk(table);
     while (true) {
         const Tile tile = walk.seek(ctx.sync.add(&ctx.control().ticket.value, 1));
         if (tile.kind == TileKind::kDone) break;
@@ -48,8 +48,8 @@ bool run_math(Context<Sync, Math> ctx, uint32_t unit, uint32_t* begin) {
     return true;
 }
 
-template <class Sync, class Math>
-bool run_dispatch(Context<Sync, Math> ctx, uint32_t puller, uint32_t* begin) {
+template <class C>
+bool run_dispatch(C ctx, uint32_t puller, uint32_t* begin) {
     ctx.begin();
     if (!wait_counts(ctx, Role::kDispatch, puller)) return false;
     const RouteTable table = ctx.route_table(begin);
@@ -58,8 +58,8 @@ bool run_dispatch(Context<Sync, Math> ctx, uint32_t puller, uint32_t* begin) {
     return true;
 }
 
-template <class Sync, class Math>
-bool run_combine(Context<Sync, Math> ctx, uint32_t* begin) {
+template <class C>
+bool run_combine(C ctx, uint32_t* begin) {
     ctx.begin();
     if (!wait_counts(ctx, Role::kCombine, 0)) return false;
     const RouteTable table = ctx.route_table(begin);
