@@ -1,0 +1,1 @@
+"""Backends: the same session over CPU ranks and over GPUs."""

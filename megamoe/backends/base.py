@@ -1,0 +1,90 @@
+"""The session that both backends implement, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megamoe.weights import ExpertWeights
+
+__all__ = ["Counters", "Session"]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Figures of a session since it was opened or its counters were cleared.
+
+    Attributes:
+        backend: ``"cpu"`` or ``"cuda"``.
+        device: instruction set or GPU name.
+        epoch: calls finished since the last reset.
+        num_units: math workers or CTAs.
+        window_bytes: symmetric memory of this rank.
+        ring_l1_blocks, ring_l2_blocks: capacities.
+        high_water_l1, high_water_l2: the most blocks in use at once.
+        backpressure_events: waits for a free ring slot that had to wait.
+        blocked: waits that had to wait, by tag.
+    """
+
+    backend: str
+    device: str
+    epoch: int
+    num_units: int
+    window_bytes: int
+    ring_l1_blocks: int
+    ring_l2_blocks: int
+    high_water_l1: int
+    high_water_l2: int
+    backpressure_events: int
+    blocked: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+class Session(Protocol):
+    """One rank's part of a group that runs one layer. Calls marked collective run on all ranks."""
+
+    def load_weights(self, experts: Iterable[ExpertWeights]) -> None:
+        """Takes this rank's experts one at a time; each may be freed when the next is asked for."""
+        ...
+
+    def stage(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Puts a call's tokens into the window: BF16 ``[T,H]``, or e4m3 with FP32 ``[T,H/128]``."""
+        ...
+
+    def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
+        """Collective: runs the staged tokens. int32, FP32 ``[T,K]``; ``out`` BF16 ``[T,H]``.
+
+        Raises:
+            PeerTimeout: a wait expired on any rank. The session refuses calls until ``reset``.
+        """
+        ...
+
+    def run_plan(self, plan: object) -> None:
+        """Runs an attention-pre plan (GPU sessions)."""
+        ...
+
+    def counters(self) -> Counters:
+        """Figures since the session was opened or cleared."""
+        ...
+
+    def clear_counters(self) -> None:
+        """Starts the high-water marks and event counts again from zero."""
+        ...
+
+    def reset(self, limit_s: float) -> None:
+        """Collective: clears a faulted group.
+
+        Raises:
+            GroupBroken: a rank did not come within ``limit_s`` seconds.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees weights and windows. Not collective."""
+        ...

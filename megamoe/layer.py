@@ -1,0 +1,199 @@
+"""The layer that users open: check, stage, run, read.
+
+    with open_layer(spec, EpConfig(num_ranks=2, max_tokens=64)) as layer:
+        layer.load_weights(iter_local_experts(checkpoint, 3, layer.rank, 2))
+        y = layer.run(x, topk_idx, topk_weight)      # collective over the ranks
+
+Shapes: T tokens of this rank (0..max_tokens, different on every rank), H hidden, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.base import Counters, Session
+from megamoe.errors import BackendUnavailable, CapacityError, InputError
+from megamoe.spec import GROUP, EpConfig, MoESpec
+from megamoe.symmetric.base import Rendezvous, find_rendezvous
+from megamoe.weights import ExpertWeights
+
+__all__ = ["Backend", "MoELayer", "open_layer"]
+
+Backend = Literal["auto", "cpu", "cuda"]
+
+
+class MoELayer:
+    """One rank's handle on an expert-parallel MoE layer. Not thread-safe."""
+
+    def __init__(
+        self, spec: MoESpec, config: EpConfig, session: Session, rank: int, backend: str
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.rank = rank
+        self.backend = backend
+        self._session = session
+
+    def load_weights(self, experts: Iterable[ExpertWeights]) -> None:
+        """Takes this rank's experts, streaming.
+
+        Raises:
+            InputError: an expert's index, shape, dtype or scales do not fit the layer.
+        """
+        self._session.load_weights(experts)
+
+    def run(
+        self, x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weight: Tensor
+    ) -> Tensor:
+        """Collective: the layer's output for this rank's tokens.
+
+        Args:
+            x: BF16 ``[T,H]``; for FP8 layers also ``(e4m3 [T,H], FP32 scales [T,H/128])``.
+            topk_idx: int32 or int64 ``[T,K]``, expert ids or -1 for none; duplicates count twice.
+            topk_weight: FP32 ``[T,K]``.
+
+        Returns:
+            BF16 ``[T,H]``.
+
+        Raises:
+            InputError: wrong shape, dtype or device, or an id outside -1..E-1. Nothing was sent.
+            CapacityError: more than ``max_tokens`` tokens. Nothing was sent.
+            PeerTimeout: a rank did not come, or came too late; see ``reset``.
+        """
+        hidden, scale = (x, None) if isinstance(x, Tensor) else x
+        idx = self._check(hidden, scale, topk_idx, topk_weight)
+        out = torch.empty(
+            (hidden.shape[0], self.spec.hidden), dtype=torch.bfloat16, device=hidden.device
+        )
+        self._session.stage(hidden, scale)
+        self._session.run_moe(idx, topk_weight, out)
+        return out
+
+    def counters(self) -> Counters:
+        """Ring high-water marks, back-pressure events and sizes of this rank."""
+        return self._session.counters()
+
+    def clear_counters(self) -> None:
+        """Starts the counters again from zero."""
+        self._session.clear_counters()
+
+    def reset(self, limit_s: float = 30.0) -> None:
+        """Collective: makes a complete group usable again after ``PeerTimeout``.
+
+        Raises:
+            GroupBroken: a rank is missing; the survivors need a new group.
+        """
+        self._session.reset(limit_s)
+
+    def close(self) -> None:
+        """Frees weights and windows. Not collective."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check(
+        self, x: Tensor, scale: Tensor | None, topk_idx: Tensor, topk_weight: Tensor
+    ) -> Tensor:
+        """Everything that can be wrong with a call; returns the ids as int32."""
+        spec = self.spec
+        if x.dim() != 2 or x.shape[1] != spec.hidden:
+            raise InputError(f"x has shape {tuple(x.shape)}: must be [T, {spec.hidden}]")
+        num_tokens = x.shape[0]
+        if num_tokens > self.config.max_tokens:
+            raise CapacityError(
+                f"{num_tokens} tokens, but this group was opened for at most "
+                f"{self.config.max_tokens} per rank: split the batch, or open the layer with a "
+                "larger max_tokens"
+            )
+        if scale is None:
+            if x.dtype != torch.bfloat16:
+                raise InputError(
+                    f"x is {x.dtype}: must be bfloat16, or a pair (float8_e4m3fn, float32 scales)"
+                )
+        else:
+            want = (num_tokens, spec.hidden // GROUP)
+            if spec.weight_dtype != "fp8":
+                raise InputError("x comes with scales, but the layer's weights are bf16: pass BF16")
+            if x.dtype != torch.float8_e4m3fn:
+                raise InputError(f"x with scales is {x.dtype}: must be float8_e4m3fn")
+            if scale.dtype != torch.float32 or tuple(scale.shape) != want:
+                raise InputError(
+                    f"x scales are {scale.dtype} {tuple(scale.shape)}: must be float32 {list(want)}"
+                )
+        routes = (num_tokens, spec.topk)
+        if topk_idx.dtype not in (torch.int32, torch.int64) or tuple(topk_idx.shape) != routes:
+            raise InputError(
+                f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}: must be int32 or int64 "
+                f"{list(routes)}"
+            )
+        if topk_weight.dtype != torch.float32 or tuple(topk_weight.shape) != routes:
+            raise InputError(
+                f"topk_weight is {topk_weight.dtype} {tuple(topk_weight.shape)}: must be float32 "
+                f"{list(routes)}"
+            )
+        devices = {t.device for t in (x, topk_idx, topk_weight)}
+        if len(devices) > 1:
+            raise InputError(f"tensors are on {sorted(map(str, devices))}: put them on one device")
+        if topk_idx.device.type == "cpu" and num_tokens:
+            low, high = int(topk_idx.min()), int(topk_idx.max())
+            if low < -1 or high >= spec.num_experts:
+                bad = low if low < -1 else high
+                row, col = (topk_idx == bad).nonzero()[0].tolist()
+                raise InputError(
+                    f"topk_idx[{row}, {col}] = {bad}: must be an expert 0..{spec.num_experts - 1}, "
+                    "or -1 for none"
+                )
+        return topk_idx.to(torch.int32)
+
+
+def open_layer(
+    spec: MoESpec,
+    config: EpConfig,
+    *,
+    backend: Backend = "auto",
+    rendezvous: Rendezvous | None = None,
+) -> MoELayer:
+    """Collective: opens an expert-parallel layer on every rank of a group.
+
+    Args:
+        spec: the layer's mathematics; equal on every rank.
+        config: how the group runs it; equal on every rank.
+        backend: ``"cuda"`` needs a Hopper GPU per rank; ``"auto"`` takes it where there is one.
+        rendezvous: how ranks find each other; by default the ``torch.distributed`` group.
+
+    Raises:
+        SpecError, CapacityError: a setting that no call could serve.
+        SymmetricMemoryError: a window could not be allocated or mapped, on any rank.
+        BackendUnavailable: ``"cuda"`` asked for on a machine that cannot run it.
+    """
+    if backend not in ("auto", "cpu", "cuda"):
+        raise BackendUnavailable(f"backend = {backend!r}: must be 'auto', 'cpu' or 'cuda'")
+    spec.experts_per_rank(config.num_ranks)
+    config.resolved(spec)
+    rendezvous = rendezvous or find_rendezvous(config.num_ranks)
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.is_available() else "cpu"
+    session: Session
+    if backend == "cuda":
+        from megamoe.backends.cuda import CudaSession
+
+        session = CudaSession(spec, config, rendezvous)
+    else:
+        from megamoe.backends.cpu import CpuSession
+
+        session = CpuSession(spec, config, rendezvous)
+    return MoELayer(spec, config.resolved(spec), session, rendezvous.rank, backend)
