@@ -1,0 +1,282 @@
+"""What the HTTP side asks of whoever executes a layer.
+
+``remote.RemoteEngine`` is the real one; tests bring their own. Nothing here knows HTTP, and
+nothing behind it knows OIP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+__all__ = [
+    "Engine",
+    "EngineBusy",
+    "EngineFault",
+    "EngineStatus",
+    "EngineUnavailable",
+    "LayerInfo",
+    "MoERequest",
+    "MoEResult",
+    "Observers",
+    "RequestExpired",
+    "Span",
+    "StepRecord",
+    "TelemetrySample",
+]
+
+State = Literal["starting", "ready", "draining", "failed"]
+
+
+class EngineBusy(Exception):
+    """A bound of the queue is reached; the message says which."""
+
+
+class EngineUnavailable(Exception):
+    """No group of ranks serves, or it broke under this request; the message names the rank."""
+
+
+class RequestExpired(Exception):
+    """The request's own time limit passed before its step began."""
+
+
+class LayerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The layer that a group of ranks holds.
+
+    Attributes:
+        name: what it is, for people: checkpoint and layer number.
+        hidden: H, columns of a token.
+        inter: I, columns of an expert's intermediate.
+        num_experts: E, over all ranks.
+        topk: K, routes per token.
+        num_shared: shared experts.
+        num_ranks: R.
+        max_tokens: tokens that one rank holds in one step.
+        weight_dtype: ``"fp8"`` or ``"bf16"``; FP8 activations are accepted with ``"fp8"`` only.
+        has_router: whether the layer can choose routes itself.
+        backend: ``"cpu"`` or ``"cuda"``.
+        ring_blocks: capacity of the L1 and L2 ring of a rank, in blocks.
+    """
+
+    name: str
+    hidden: int
+    inter: int
+    num_experts: int
+    topk: int
+    num_shared: int
+    num_ranks: int
+    max_tokens: int
+    weight_dtype: Literal["fp8", "bf16"]
+    has_router: bool
+    backend: str
+    ring_blocks: tuple[int, int]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one step over all ranks, hence of one request."""
+        return self.num_ranks * self.max_tokens
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of one FP8 token: one per 128 columns."""
+        return self.hidden // 128
+
+
+@dataclass(slots=True, kw_only=True)
+class MoERequest:
+    """Checked input of one request; buffers are C-contiguous and little-endian.
+
+    Attributes:
+        num_tokens: n >= 1.
+        hidden: [n, H] BF16, or e4m3 when ``scales`` is given.
+        scales: [n, H/128] float32, or None.
+        topk_ids: [n, K] int32, or None for the layer's router.
+        topk_weights: [n, K] float32, or None.
+        deadline: ``time.monotonic()`` after which it need not start.
+        routes: whether the routes used are part of the answer (needed when the router chose).
+    """
+
+    num_tokens: int
+    hidden: memoryview
+    scales: memoryview | None = None
+    topk_ids: memoryview | None = None
+    topk_weights: memoryview | None = None
+    deadline: float = float("inf")
+    routes: bool = False
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One stretch of work in a step's timeline, relative to the step's begin.
+
+    Attributes:
+        rank: where.
+        unit: CTA (GPU) or worker thread (CPU); -1 for the rank's host thread.
+        role: what it did.
+        start_us: begin.
+        length_us: duration.
+    """
+
+    rank: int
+    unit: int
+    role: str
+    start_us: float
+    length_us: float
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one executed step reported.
+
+    Attributes:
+        step: number within its group of ranks, from 1.
+        num_requests: requests that shared it; 0 for a heartbeat.
+        num_tokens: tokens over all ranks.
+        queue_s: longest wait of its requests before the step began.
+        host_s: step time outside the layer.
+        kernel_s: slowest rank's time inside the layer.
+        rank_tokens: tokens that each rank brought.
+        expert_counts: routes per expert, or empty when unknown.
+        high_water: per rank, most blocks in use at once in the (L1, L2) ring.
+        backpressure: per rank, waits for a free block in the (L1, L2) ring during the step.
+        spans: timeline of the step.
+    """
+
+    step: int
+    num_requests: int
+    num_tokens: int
+    queue_s: float
+    host_s: float
+    kernel_s: float
+    rank_tokens: tuple[int, ...]
+    expert_counts: tuple[int, ...] = ()
+    high_water: tuple[tuple[int, int], ...] = ()
+    backpressure: tuple[tuple[int, int], ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+class TelemetrySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One reading of a rank's sensors; None is "cannot be read", never zero.
+
+    The fields mirror ``megamoe.telemetry``, in base units.
+    """
+
+    rank: int
+    device: str = ""
+    unavailable: str = ""
+    values: dict[str, float] = msgspec.field(default_factory=dict)
+    clocks_events: dict[str, bool] | None = None
+
+
+class EngineFault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a group of ranks stopped serving.
+
+    Attributes:
+        kind: ``died``, ``timeout``, ``stuck``, ``mismatch`` (a heartbeat gave other bits),
+            ``error``.
+        rank: the rank at fault.
+        message: one sentence for the client.
+        record: the fault record of the bounded wait, if there is one.
+    """
+
+    kind: Literal["died", "timeout", "stuck", "mismatch", "error"]
+    rank: int
+    message: str
+    record: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class MoEResult:
+    """Answer to one request.
+
+    Attributes:
+        output: [n, H] BF16.
+        topk_ids: [n, K] int32 that were used, if asked for.
+        topk_weights: [n, K] float32 that were used, if asked for.
+        queue_s: from submission to the begin of its step.
+        host_s: the rest of its time in the engine, outside queue and layer.
+        kernel_s: slowest rank's time in the layer.
+        step: number of the step that carried it.
+        step_tokens: tokens of that step, its neighbours' included.
+        high_water: see ``StepRecord``.
+    """
+
+    output: bytes
+    topk_ids: bytes | None = None
+    topk_weights: bytes | None = None
+    queue_s: float = 0.0
+    host_s: float = 0.0
+    kernel_s: float = 0.0
+    step: int = 0
+    step_tokens: int = 0
+    high_water: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStatus:
+    """Where the engine stands now.
+
+    Attributes:
+        state: only ``ready`` accepts requests.
+        reason: why it is not ready; empty when it is.
+        generation: groups of ranks seen so far; a restart adds one.
+        num_requests: requests in the engine.
+        num_tokens: their tokens.
+        last_fault: the most recent fault, also after recovery.
+    """
+
+    state: State
+    reason: str = ""
+    generation: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    last_fault: EngineFault | None = None
+
+
+@dataclass(slots=True)
+class Observers:
+    """Callbacks of interest to metrics and dashboard; they must not raise or block."""
+
+    step: list[Callable[[StepRecord], None]] = field(default_factory=list)
+    telemetry: list[Callable[[TelemetrySample], None]] = field(default_factory=list)
+    fault: list[Callable[[EngineFault], None]] = field(default_factory=list)
+    ipc_rejected: list[Callable[[str], None]] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """Executes a layer for the HTTP process."""
+
+    observers: Observers
+
+    @property
+    def layer(self) -> LayerInfo | None:
+        """The layer being served; None until a group of ranks has reported it."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """The present state, without waiting."""
+        ...
+
+    async def run_moe(self, request: MoERequest) -> MoEResult:
+        """Executes one request. Cancelling the awaiting task withdraws it.
+
+        Raises:
+            EngineBusy: the queue is full.
+            EngineUnavailable: no group serves, or it broke meanwhile.
+            RequestExpired: the request's deadline passed in the queue.
+        """
+        ...
+
+    def begin_drain(self) -> None:
+        """Refuses new requests from now on; those in flight go on."""
+        ...
+
+    def inject_fault(self, rank: int, action: str) -> None:
+        """Breaks a rank on purpose (``kill``, ``stop``, ``continue``).
+
+        Raises:
+            ValueError: no such rank or action.
+            EngineUnavailable: no group serves.
+        """
+        ...

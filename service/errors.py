@@ -1,0 +1,79 @@
+"""Every answer that is not a success: one exception, one body shape ``{"error": "..."}``.
+
+FastAPI's own ``{"detail": ...}`` breaks Open Inference Protocol clients, which read ``error``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+__all__ = ["ServiceError", "busy", "error_response", "install", "unavailable"]
+
+_log = logging.getLogger("megamoe.service")
+RETRY_AFTER_S = 1
+
+
+class ServiceError(Exception):
+    """An HTTP error answer.
+
+    Attributes:
+        status: HTTP status code, 4xx or 5xx.
+        message: what was given, what is allowed, what to do.
+        headers: extra response headers.
+    """
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+def busy(message: str) -> ServiceError:
+    """429: a bound is reached now; the same request may pass later."""
+    return ServiceError(429, message, {"Retry-After": str(RETRY_AFTER_S)})
+
+
+def unavailable(message: str) -> ServiceError:
+    """503: no rank group serves now."""
+    return ServiceError(503, message, {"Retry-After": str(RETRY_AFTER_S)})
+
+
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The one error body of the service."""
+    return JSONResponse({"error": message}, status, headers=dict(headers or {}))
+
+
+def install(app: FastAPI) -> None:
+    """Registers the handlers that give every error, the framework's included, that body."""
+
+    @app.exception_handler(ServiceError)
+    async def on_service_error(_: Request, error: ServiceError) -> Response:
+        return error_response(error.status, error.message, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = f"no such path: {request.url.path}"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            detail = f"{request.method} is not allowed on {request.url.path}: use {allowed}"
+        return error_response(error.status_code, detail, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first.get("loc", ()))
+        return error_response(422, f"{where}: {first.get('msg', 'invalid')}")
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        _log.error("unhandled error on %s", request.url.path, exc_info=error)
+        return error_response(500, f"internal error ({type(error).__name__}): see the server's log")

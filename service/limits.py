@@ -1,0 +1,297 @@
+"""Bounds on what a client can make the process hold: body bytes, body time, response time.
+
+``BodyGuard`` is the outermost ASGI layer; ``DeadlineProtocol`` adds to uvicorn the limits that
+it lacks: a deadline for headers, one for unread responses, and a cap on connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import zlib
+from typing import Any, Final
+
+import h11
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from service.config import ServiceConfig
+from service.errors import ServiceError, busy, error_response
+
+__all__ = ["BodyGuard", "ByteBudget", "make_protocol", "read_body"]
+
+LINGER_S: Final = 2.0
+LINGER_BYTES: Final = 64 << 20
+
+
+class ByteBudget:
+    """A counted bound shared by all requests."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, nbytes: int) -> None:
+        """Reserves bytes.
+
+        Raises:
+            ServiceError: 429 when that would exceed the limit.
+        """
+        if self.held + nbytes > self.limit:
+            raise busy(
+                f"request bodies in flight hold {self.held} bytes and this one needs {nbytes} of "
+                f"at most {self.limit}: retry later"
+            )
+        self.held += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Returns reserved bytes."""
+        self.held -= nbytes
+
+
+class _Body:
+    """State of one request's body, and the receive/send pair that keeps it within bounds."""
+
+    def __init__(
+        self, guard: BodyGuard, scope: Scope, receive: Receive, send: Send, declared: int | None
+    ) -> None:
+        self.config = guard.config
+        self.budget = guard.budget
+        self.headers = dict(scope["headers"])
+        self.receive_next = receive
+        self.send_next = send
+        self.chunked = declared is None
+        self.seen = 0
+        self.reserved = 0
+        self.complete = False
+        self.deadline = asyncio.get_running_loop().time() + self.config.body_timeout_s
+
+    def reserve(self, nbytes: int) -> None:
+        self.budget.take(nbytes)
+        self.reserved += nbytes
+
+    def release(self) -> None:
+        self.budget.give(self.reserved)
+        self.reserved = 0
+
+    async def receive(self) -> Message:
+        """The app's ``receive``.
+
+        Raises:
+            ServiceError: 408 too slow, 413 too large, 429 too much in flight.
+        """
+        if self.complete:
+            return await self.receive_next()
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                message = await self.receive_next()
+        except TimeoutError:
+            raise ServiceError(
+                408,
+                f"the request body did not arrive within {self.config.body_timeout_s:g} s "
+                f"({self.seen} bytes came)",
+            ) from None
+        if message["type"] == "http.request":
+            size = len(message.get("body", b""))
+            self.seen += size
+            if self.seen > self.config.max_body_bytes:
+                raise too_large(f"more than {self.config.max_body_bytes}", self.config)
+            if self.chunked:
+                self.reserve(size)
+            self.complete = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The app's ``send``. An answer that overtakes the body ends the connection, but lets
+        the client finish writing for a while: closing at once would reset the connection and
+        many clients would never read why.
+        """
+        if self.complete:
+            await self.send_next(message)
+        elif message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (b"connection", b"close")]
+            await self.send_next({**message, "headers": headers})
+        elif message.get("more_body", False):
+            await self.send_next(message)
+        else:
+            await self.send_next({**message, "more_body": True})
+            await self.linger()
+            await self.send_next({"type": "http.response.body", "body": b""})
+
+    async def linger(self) -> None:
+        if b"expect" in self.headers:
+            return
+        dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while dropped < LINGER_BYTES:
+                    message = await self.receive_next()
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        return
+                    dropped += len(message.get("body", b""))
+
+
+def too_large(given: str, config: ServiceConfig) -> ServiceError:
+    return ServiceError(
+        413, f"the request body has {given} bytes, at most {config.max_body_bytes} are allowed"
+    )
+
+
+class BodyGuard:
+    """ASGI middleware: no request body exceeds its size, its time or the shared budget."""
+
+    def __init__(self, app: ASGIApp, config: ServiceConfig) -> None:
+        self.app = app
+        self.config = config
+        self.budget = ByteBudget(config.body_budget_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI scope."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        declared = headers.get(b"content-length")
+        chunked = b"transfer-encoding" in headers
+        if not chunked and (declared is None or declared == b"0"):
+            await self.app(scope, receive, send)
+            return
+        length = int(declared) if declared is not None and declared.isdigit() else None
+        body = _Body(self, scope, receive, send, length)
+        try:
+            if length is not None:
+                if length > self.config.max_body_bytes:
+                    raise too_large(str(length), self.config)
+                body.reserve(length)
+            await self.app(scope, body.receive, body.send)
+        except ServiceError as error:
+            response = error_response(error.status, error.message, error.headers)
+            await response(scope, body.receive, body.send)
+        finally:
+            body.release()
+
+
+async def read_body(request: Request, config: ServiceConfig) -> bytes:
+    """The whole body of a request, decompressed.
+
+    Raises:
+        ServiceError: 400 broken compression, 413 too large once decompressed, 415 an encoding
+            other than gzip or deflate, and what ``BodyGuard`` raises.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        raise ServiceError(
+            415, f"Content-Encoding {encoding[:40]!r} is not supported: use gzip, deflate or none"
+        )
+    body = b"".join([chunk async for chunk in request.stream()])
+    if encoding == "identity":
+        return body
+    return await asyncio.to_thread(_decompress, body, config.max_body_bytes)
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # 32: gzip or zlib, by their header
+    try:
+        data = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ServiceError(400, f"cannot decompress the request body: {error}") from None
+    if len(data) > limit:
+        raise ServiceError(
+            413, f"the decompressed request body exceeds {limit} bytes, the most that is allowed"
+        )
+    if not stream.eof or stream.unused_data:
+        raise ServiceError(400, "cannot decompress the request body: it is cut off or has a tail")
+    return data
+
+
+class DeadlineProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with deadlines and JSON errors. See ``make_protocol``."""
+
+    settings: ServiceConfig
+
+    _header_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts the clock for the first request's headers, or refuses the connection."""
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            self._refuse(503, f"more than {self.settings.max_connections} connections are open")
+            return
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the clocks."""
+        self._cancel_header_timer()
+        self._cancel_stall_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser; headers that are still incomplete run against the clock."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            if self._header_timer is None and not self.transport.is_closing():
+                self._arm()
+        else:
+            self._cancel_header_timer()
+
+    def on_response_complete(self) -> None:
+        """The next request on this connection gets a clock of its own."""
+        self._cancel_header_timer()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has ``stall_timeout_s`` to go on."""
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(
+                self.settings.stall_timeout_s, self.transport.abort
+            )
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        self._cancel_stall_timer()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are no HTTP, in the one error shape."""
+        self._refuse(400, msg)
+
+    def _arm(self) -> None:
+        self._header_timer = self.loop.call_later(self.settings.header_timeout_s, self._header_late)
+
+    def _header_late(self) -> None:
+        self._header_timer = None
+        limit = self.settings.header_timeout_s
+        self._refuse(408, f"the request headers did not arrive within {limit:g} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self.transport.is_closing():
+            return
+        body = json.dumps({"error": message}).encode()
+        phrase = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[status]
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        # Not through h11: its state may allow no response, e.g. after a parse error.
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+def make_protocol(config: ServiceConfig) -> type[DeadlineProtocol]:
+    """The protocol class with these settings; uvicorn makes one instance per connection."""
+    members: dict[str, Any] = {"settings": config}
+    return type("DeadlineProtocol", (DeadlineProtocol,), members)
