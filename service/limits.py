@@ -104,9 +104,10 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        """The app's ``send``. An answer that overtakes the body ends the connection, but lets
-        the client finish writing for a while: closing at once would reset the connection and
-        many clients would never read why.
+        """The app's ``send``; an answer that overtakes the body ends the connection.
+
+        The client may finish writing for a while first: closing at once would reset the
+        connection, and many clients would never read why.
         """
         if self.complete:
             await self.send_next(message)

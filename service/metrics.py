@@ -32,7 +32,8 @@ __all__ = ["CONTENT_TYPE", "DCGM_NAMES", "GPU_METRICS", "Metrics", "gini"]
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS: Final = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5,
+    10, 30,
 )  # fmt: skip
 _TOKENS: Final = tuple(1 << k for k in range(17))
 ENERGY_WINDOW_S: Final = 5.0

@@ -114,7 +114,8 @@ def _bad(message: str) -> ServiceError:
 def _expect(tensor: Tensor, datatypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     if tensor.datatype not in datatypes:
         raise _bad(
-            f"input {tensor.name!r} has datatype {tensor.datatype}: must be {' or '.join(datatypes)}"
+            f"input {tensor.name!r} has datatype {tensor.datatype}: "
+            f"must be {' or '.join(datatypes)}"
         )
     if tensor.shape != shape:
         raise _bad(f"input {tensor.name!r} has shape {list(tensor.shape)}: must be {list(shape)}")

@@ -168,11 +168,8 @@ def _json_values(name: str, datatype: str, shape: tuple[int, ...], data: Any) ->
         raise _bad(f"input {name!r}: a value in data is outside {datatype}") from None
     with np.errstate(over="ignore"):
         values = wide.astype(dtype)
-    if dtype.kind in "iu":
-        fits = bool((values == wide).all())
-    else:
-        fits = bool(np.isfinite(values).all())
-    if not fits:
+    fits = values == wide if dtype.kind in "iu" else np.isfinite(values)
+    if not fits.all():
         raise _bad(f"input {name!r}: a value in data is outside {datatype}")
     return memoryview(values.tobytes())
 
