@@ -7,7 +7,7 @@
     ├── CheckpointError      a checkpoint that is missing, unknown or inconsistent
     ├── SymmetricMemoryError a window that could not be allocated or mapped
     ├── BackendUnavailable   a backend that this machine cannot run
-    ├── PeerTimeout          a bounded wait expired, on this rank or on a peer          (TimeoutError)
+    ├── PeerTimeout          a bounded wait expired, on this rank or on a peer     (TimeoutError)
     └── GroupBroken          the group lacks a rank and cannot be reset
 
 A message says what was given, what is allowed, and what to do.
@@ -93,7 +93,7 @@ class FaultRecord:
         return asdict(self)
 
 
-class PeerTimeout(MegaMoeError, TimeoutError):  # noqa: N818 - the condition is the name
+class PeerTimeout(MegaMoeError, TimeoutError):
     """A bounded wait expired. ``record`` says who waited for whom, in which phase."""
 
     def __init__(self, record: FaultRecord, limit_s: float) -> None:
@@ -107,7 +107,7 @@ class PeerTimeout(MegaMoeError, TimeoutError):  # noqa: N818 - the condition is 
         )
 
 
-class GroupBroken(MegaMoeError):  # noqa: N818 - the condition is the name
+class GroupBroken(MegaMoeError):
     """The group lacks a rank: the survivors need new windows and a new group.
 
     Attributes:

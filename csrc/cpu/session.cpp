@@ -40,7 +40,7 @@ void Session::stage_fp8(const uint8_t* x, const float* scale, uint32_t num_token
 bool Session::run(uint32_t num_tokens, const int32_t* topk_idx, const float* topk_weight,
                   uint8_t* y) {
     stats_.begin_call();
-    CpuSync sync(windows_, shape_.num_ranks, limit_s_, stats_);
+    CpuSync sync(shape_, windows_, limit_s_, stats_);
     const Context<CpuSync, CpuMath> ctx{
         shape_, windows_, sync, math_, {num_tokens, topk_idx, topk_weight, y}};
     std::atomic<bool> ok = true;

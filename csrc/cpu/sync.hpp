@@ -35,8 +35,8 @@ struct Stats {
 
 class CpuSync {
   public:
-    CpuSync(const Windows& windows, uint32_t num_ranks, double limit_s, Stats& stats)
-        : windows_(windows), num_ranks_(num_ranks), limit_s_(limit_s), stats_(stats) {}
+    CpuSync(const MoEShape& shape, const Windows& windows, double limit_s, Stats& stats)
+        : shape_(shape), windows_(windows), limit_s_(limit_s), stats_(stats) {}
 
     static uint32_t load(uint32_t* word) {
         return std::atomic_ref(*word).load(std::memory_order_acquire);
@@ -101,21 +101,36 @@ class CpuSync {
     void give_up(const Wait& wait, uint32_t want, uint32_t have) {
         Control& own = windows_.control(windows_.rank);
         if (add(&own.fault_claim.value, 1) != 0) return;
+        const uint32_t epoch = load(&own.epoch.value) + 1;
         const FaultRecord record{1,
                                  windows_.rank,
                                  wait.unit,
                                  uint32_t(wait.role),
                                  uint32_t(wait.phase),
                                  uint32_t(wait.tag),
-                                 wait.peer,
+                                 wait.tag == Tag::kTokenArrived ? slowest_peer(epoch) : wait.peer,
                                  wait.index,
-                                 load(&own.epoch.value) + 1,
+                                 epoch,
                                  want,
                                  have};
-        for (uint32_t peer = 0; peer < num_ranks_; ++peer) {
+        for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
             *windows_.ptr<FaultRecord>(peer, Region::kFault, windows_.rank) = record;
             store(&windows_.control(peer).abort.value, windows_.rank + 1);
         }
+    }
+
+    // A token's counter does not say whose row is missing. But once counts are exchanged, a rank's
+    // tiles wait for no other rank: the one whose math and dispatch roles have not left is the
+    // cause.
+    uint32_t slowest_peer(uint32_t epoch) const {
+        for (uint32_t i = 1; i < shape_.num_ranks; ++i) {
+            const uint32_t peer = (windows_.rank + i) % shape_.num_ranks;
+            Control& c = windows_.control(peer);
+            const bool finished = reached(load(&c.epoch.value), epoch) ||
+                                  load(&c.exits.value) >= shape_.num_units + shape_.num_pullers;
+            if (!finished) return peer;
+        }
+        return windows_.rank;
     }
 
     static void pause() {
@@ -128,8 +143,8 @@ class CpuSync {
 
     static constexpr uint32_t kPauses = 64, kYields = 64, kShortNapUs = 20, kLongNapUs = 100;
 
+    MoEShape shape_;
     Windows windows_;
-    uint32_t num_ranks_;
     double limit_s_;
     Stats& stats_;
 };
