@@ -24,6 +24,10 @@ class LocalGroup:
         """What thread ``rank`` passes to ``open_layer``."""
         return LocalRendezvous(self, rank)
 
+    def abort(self) -> None:
+        """Breaks every exchange, so that no rank waits for one that has failed."""
+        self._barrier.abort()
+
     def exchange(self, rank: int, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Collective over the group's threads."""
         self._values[rank] = value

@@ -6,6 +6,7 @@ process ends; peers open it through the owner's entry in /proc.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -62,18 +63,23 @@ class SharedMemory:
 
 
 def _create(nbytes: int) -> int:
-    fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as e:
-        os.close(fd)
-        free = shutil.disk_usage(_FOLDER).free
-        raise SymmetricMemoryError(
-            f"a window of {nbytes} bytes does not fit into {_FOLDER} ({free} bytes free): "
-            "lower max_tokens or the ring sizes, or mount a larger one "
-            f"(mount -o remount,size=… {_FOLDER})"
-        ) from e
-    return fd
+    # Asked for first: a reservation that fails halfway would have filled the memory of the machine.
+    free = shutil.disk_usage(_FOLDER).free
+    if nbytes <= free:
+        fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as e:
+            os.close(fd)
+            if e.errno != errno.ENOSPC:
+                raise
+        else:
+            return fd
+    raise SymmetricMemoryError(
+        f"a window of {nbytes} bytes does not fit into {_FOLDER} ({free} bytes free): "
+        "lower max_tokens or the ring sizes, or mount a larger one "
+        f"(mount -o remount,size=… {_FOLDER})"
+    )
 
 
 def _open_peer(pid: int, fd: int) -> int:

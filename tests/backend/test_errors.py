@@ -1,0 +1,139 @@
+"""What is refused, before any rank is touched, and with which words."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from megamoe.errors import CapacityError, InputError, MegaMoeError, SpecError, SymmetricMemoryError
+from megamoe.layer import open_layer
+from megamoe.spec import MODELS, EpConfig, MoESpec
+from megamoe.weights import random_experts
+
+SPEC = MoESpec(hidden=128, inter=128, num_experts=4, topk=2)
+ONE = EpConfig(num_ranks=1, max_tokens=8, block_m=8, timeout_s=5)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    with open_layer(SPEC, ONE, backend="cpu") as layer:
+        layer.load_weights(random_experts(SPEC, 0, 1, seed=0))
+        yield layer
+
+
+def inputs(tokens=3, hidden=128, topk=2):
+    return (
+        torch.ones(tokens, hidden, dtype=torch.bfloat16),
+        torch.zeros(tokens, topk, dtype=torch.int64),
+        torch.full((tokens, topk), 0.5),
+    )
+
+
+def with_id(value):
+    x, ids, weight = inputs()
+    ids[1, 1] = value
+    return x, ids, weight
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (inputs(tokens=9), CapacityError, ["9 tokens", "at most 8"]),
+        (inputs(hidden=256), InputError, ["(3, 256)", "[T, 128]"]),
+        (inputs(topk=3), InputError, ["topk_idx", "(3, 3)", "[3, 2]"]),
+        (with_id(4), InputError, ["topk_idx[1, 1] = 4", "0..3"]),
+        (with_id(-2), InputError, ["topk_idx[1, 1] = -2", "-1 for none"]),
+        ((inputs()[0].float(), *inputs()[1:]), InputError, ["float32", "bfloat16"]),
+        ((inputs()[0], inputs()[1].short(), inputs()[2]), InputError, ["int16", "int64"]),
+        ((inputs()[0], inputs()[1], inputs()[2].half()), InputError, ["float16", "float32"]),
+        ((inputs()[0], inputs()[1][:2], inputs()[2]), InputError, ["(2, 2)", "[3, 2]"]),
+        (((inputs()[0], torch.ones(3, 1)), *inputs()[1:]), InputError, ["float8_e4m3fn"]),
+        (
+            ((inputs()[0].to(torch.float8_e4m3fn), torch.ones(3, 2)), *inputs()[1:]),
+            InputError,
+            ["scales", "(3, 2)", "[3, 1]"],
+        ),
+    ],
+)
+def test_bad_call(layer, call, error, words):
+    with pytest.raises(error) as caught:
+        layer.run(*call)
+    for word in words:
+        assert word in str(caught.value)
+    # Nothing was sent: the next good call works.
+    assert layer.run(*inputs()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden": 200}, SpecError, ["hidden = 200", "multiple of 128"]),
+        ({"inter": 0}, SpecError, ["inter = 0"]),
+        ({"topk": 33, "num_experts": 64}, SpecError, ["topk = 33", "1..32"]),
+        ({"weight_dtype": "int4"}, SpecError, ["weight_dtype = 'int4'"]),
+        ({"swiglu_clamp": -1.0}, SpecError, ["swiglu_clamp"]),
+    ],
+)
+def test_bad_spec(change, error, words):
+    fields = {"hidden": 128, "inter": 128, "num_experts": 4, "topk": 2} | change
+    with pytest.raises(error) as caught:
+        MoESpec(**fields)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"num_ranks": 3}, SpecError, ["not divisible", "num_ranks = 3"]),
+        ({"num_ranks": 0}, SpecError, ["num_ranks = 0"]),
+        ({"max_tokens": 0}, SpecError, ["max_tokens = 0"]),
+        ({"ring_l1_blocks": -1}, CapacityError, ["ring_l1_blocks = -1", "1 block"]),
+        ({"ring_l1_blocks": 1, "wave_blocks": 2}, CapacityError, ["wave_blocks = 2", "L1 1"]),
+        ({"block_m": 24}, SpecError, ["block_m = 24"]),
+        ({"timeout_s": 0}, SpecError, ["timeout_s"]),
+    ],
+)
+def test_bad_config(change, error, words):
+    fields = {"num_ranks": 1, "max_tokens": 8} | change
+    with pytest.raises(error) as caught:
+        open_layer(SPEC, EpConfig(**fields), backend="cpu")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_weights():
+    with open_layer(SPEC, ONE, backend="cpu") as layer:
+        with pytest.raises(MegaMoeError, match="load_weights first"):
+            layer.run(*inputs())
+        with pytest.raises(InputError, match="w1"):
+            experts = list(
+                random_experts(MoESpec(hidden=256, inter=128, num_experts=4, topk=2), 0, 1, 0)
+            )
+            layer.load_weights(experts)
+
+
+def test_closed_layer():
+    layer = open_layer(SPEC, ONE, backend="cpu")
+    layer.close()
+    with pytest.raises(MegaMoeError, match="closed"):
+        layer.run(*inputs())
+
+
+def test_shared_memory_too_small():
+    """A window larger than /dev/shm names the bytes it needs and the bytes there are."""
+    free = shutil.disk_usage("/dev/shm").free
+    spec = MODELS["deepseek-v3"]
+    tokens = free // (spec.num_slots * spec.hidden * 2) + 1
+    with pytest.raises(SymmetricMemoryError) as caught:
+        open_layer(spec, EpConfig(num_ranks=1, max_tokens=tokens), backend="cpu")
+    wanted = int(str(caught.value).split("a window of ")[1].split()[0])
+    assert wanted > free
+    assert f"({shutil.disk_usage('/dev/shm').free} bytes free)" in str(caught.value)
+
+
+def test_wrong_group_size():
+    with pytest.raises(SymmetricMemoryError, match="num_ranks = 2.*group of 1"):
+        open_layer(SPEC, EpConfig(num_ranks=2, max_tokens=8), backend="cpu")
