@@ -12,11 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe.checkpoint import PROJECTIONS, Checkpoint, Projection, StoredWeight
 from megamoe.errors import InputError, SpecError
-from megamoe.reference.quant import quantize_128x128
-from megamoe.spec import GROUP, MoESpec
+from megamoe.reference.quant import dequantize_128x128, quantize_128x128
+from megamoe.spec import GROUP, MoESpec, WeightDtype
 
-__all__ = ["ExpertWeights", "check_expert", "local_expert_ids", "random_expert", "random_experts"]
+__all__ = [
+    "ExpertWeights",
+    "check_expert",
+    "iter_local_experts",
+    "local_expert_ids",
+    "random_expert",
+    "random_experts",
+]
+
+_CHUNK_ROWS = 4 * GROUP
+"""Rows quantised at a time: bounds the FP32 temporaries of a large weight."""
 
 
 @dataclass(frozen=True)
@@ -130,3 +141,82 @@ def random_experts(
         yield random_expert(spec, global_id, index, seed, scale)
     for s in range(spec.num_shared):
         yield random_expert(spec, spec.num_experts + s, len(ids) + s, seed, scale)
+
+
+def iter_local_experts(
+    checkpoint: Checkpoint,
+    layer: int,
+    rank: int,
+    num_ranks: int,
+    weight_dtype: WeightDtype | None = None,
+) -> Iterator[ExpertWeights]:
+    """Reads this rank's experts of a layer, one at a time, routed then shared.
+
+    BF16 weights become FP8 by 128x128 blocks, FP8 weights become BF16, if ``weight_dtype`` asks for
+    it. Beside the expert that is yielded, memory holds the mapped pages of one projection and
+    FP32 temporaries of 512 rows.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        layer: an MoE layer of it.
+        rank: this rank.
+        num_ranks: R.
+        weight_dtype: None keeps what is stored; must be that of the layer's spec.
+
+    Raises:
+        CheckpointError: not an MoE layer, or a tensor is missing or has another shape.
+        SpecError: the ranks do not divide the experts, or there is no such rank.
+    """
+    spec = checkpoint.moe_spec(layer, weight_dtype)
+    ids = local_expert_ids(spec, rank, num_ranks)
+    for index, global_id in enumerate(ids):
+        blank = _empty(spec, index)
+        for projection in PROJECTIONS:
+            _fill(blank, projection, checkpoint.expert(layer, global_id, projection))
+        yield blank
+    for s in range(spec.num_shared):
+        blank = _empty(spec, len(ids) + s)
+        for projection in PROJECTIONS:
+            stored = checkpoint.shared_experts(layer, projection)
+            _fill(blank, projection, _side_by_side(stored, projection, s, spec.num_shared))
+        yield blank
+
+
+def _side_by_side(stored: StoredWeight, projection: Projection, s: int, count: int) -> StoredWeight:
+    """Shared expert s of ``count`` that were stored as one wide expert."""
+    axis = 1 if projection == "down" else 0
+    scale = None if stored.scale is None else stored.scale.chunk(count, axis)[s]
+    return StoredWeight(stored.weight.chunk(count, axis)[s], scale)
+
+
+def _empty(spec: MoESpec, index: int) -> ExpertWeights:
+    fp8 = spec.weight_dtype == "fp8"
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+
+    def pair(rows: int, cols: int) -> tuple[Tensor, Tensor | None]:
+        scale = torch.empty(rows // GROUP, cols // GROUP) if fp8 else None
+        return torch.empty(rows, cols, dtype=dtype), scale
+
+    return ExpertWeights(index, *pair(2 * spec.inter, spec.hidden), *pair(spec.hidden, spec.inter))
+
+
+def _fill(expert: ExpertWeights, projection: Projection, stored: StoredWeight) -> None:
+    """Copies or converts a stored projection into its place."""
+    weight, scale = expert.w2, expert.w2_scale
+    if projection != "down":
+        half = 0 if projection == "gate" else 1
+        weight = expert.w1.chunk(2)[half]
+        scale = None if expert.w1_scale is None else expert.w1_scale.chunk(2)[half]
+    if (scale is None) == (stored.scale is None):
+        weight.copy_(stored.weight)
+        if scale is not None and stored.scale is not None:
+            scale.copy_(stored.scale)
+        return
+    for row in range(0, weight.shape[0], _CHUNK_ROWS):
+        rows = slice(row, row + _CHUNK_ROWS)
+        blocks = slice(row // GROUP, (row + _CHUNK_ROWS) // GROUP)
+        if scale is not None:
+            weight[rows], scale[blocks] = quantize_128x128(stored.weight[rows])
+        else:
+            assert stored.scale is not None
+            weight[rows] = dequantize_128x128(stored.weight[rows], stored.scale[blocks])
