@@ -26,6 +26,8 @@ inline constexpr int kGroup = 128;    // K of one scale group and of one FP32 pa
 inline constexpr int kL1TileN = 128;  // intermediate columns of a Linear 1 tile
 inline constexpr int kL2TileN = 128;  // output columns of a Linear 2 tile
 inline constexpr size_t kAlign = 64;  // alignment of packed weights and scratch, in bytes
+inline constexpr size_t kScratchBlocks =
+    64 << 10;  // scratch of an instruction set for one weight block
 
 // One expert. `hidden` and `inter` are positive multiples of 128.
 struct GemmShape {
@@ -38,7 +40,7 @@ struct TileFns {
     Isa isa;
 
     // Bytes of one expert's packed W1 [2I, H] (gate rows, then up rows) or W2 [H, I]: the size of
-    // the weights plus one byte per row, rounded up to 64.
+    // the weights plus one byte per row; a multiple of 64.
     size_t (*packed_w1_bytes)(const GemmShape& shape);
     size_t (*packed_w2_bytes)(const GemmShape& shape);
     // `dst` is kAlign-aligned; `w1`, `w2` row-major e4m3 or BF16.
@@ -74,7 +76,8 @@ struct TileFns {
                          int hidden, uint16_t* y);
 };
 
-// The functions of one instruction set; throws std::runtime_error if this build or machine lacks it.
+// The functions of one instruction set; throws std::runtime_error if this build or machine lacks
+// it.
 const TileFns& tile_fns(Isa isa);
 
 // Scratch of one worker for tiles of at most `max_rows` rows; enough for every instruction set.
