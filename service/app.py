@@ -13,7 +13,7 @@ from service.auth import Auth
 from service.config import ServiceConfig
 from service.dashboard import Dashboard
 from service.engine import Engine
-from service.errors import install
+from service.errors import BugShield, install
 from service.limits import BodyGuard
 from service.metrics import CountResponses, Metrics
 from service.oip.schema import COMPONENTS
@@ -54,6 +54,7 @@ def create_app(config: ServiceConfig, engine: Engine) -> FastAPI:
     app.include_router(make_router(config, engine, metrics))
     app.include_router(dashboard.router())
     # Starlette runs the middleware added last first.
+    app.add_middleware(BugShield)
     app.add_middleware(CountResponses, metrics=metrics)
     app.add_middleware(Auth, config=config)
     app.add_middleware(BodyGuard, config=config)

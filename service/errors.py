@@ -12,8 +12,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ServiceError", "busy", "error_response", "install", "unavailable"]
+__all__ = ["BugShield", "ServiceError", "busy", "error_response", "install", "unavailable"]
 
 _log = logging.getLogger("megamoe.service")
 RETRY_AFTER_S = 1
@@ -73,7 +74,34 @@ def install(app: FastAPI) -> None:
         where = ".".join(str(part) for part in first.get("loc", ()))
         return error_response(422, f"{where}: {first.get('msg', 'invalid')}")
 
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        _log.error("unhandled error on %s", request.url.path, exc_info=error)
-        return error_response(500, f"internal error ({type(error).__name__}): see the server's log")
+
+class BugShield:
+    """ASGI middleware: an exception that nobody expected is logged and answered with 500.
+
+    Starlette's own handler for ``Exception`` raises it again after the answer, which makes uvicorn
+    close the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI scope."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except ServiceError:
+            raise
+        except Exception as error:
+            if scope["type"] != "http" or started:
+                raise
+            _log.error("unhandled error on %s", scope["path"], exc_info=error)
+            kind = type(error).__name__
+            answer = error_response(500, f"internal error ({kind}): see the server's log")
+            await answer(scope, receive, send)

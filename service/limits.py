@@ -242,6 +242,9 @@ class DeadlineProtocol(H11Protocol):
         """The next request on this connection gets a clock of its own."""
         self._cancel_header_timer()
         super().on_response_complete()
+        begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
+        if begun and self._header_timer is None and not self.transport.is_closing():
+            self._arm()
 
     def pause_writing(self) -> None:
         """The client does not read: it has ``stall_timeout_s`` to go on."""
