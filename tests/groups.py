@@ -33,9 +33,8 @@ def run_group(num_ranks: int, body: Callable[[LocalRendezvous], T]) -> list[T]:
     for thread in threads:
         thread.join(timeout=100)
     # A rank that left makes the others break at the next exchange: show the cause, not the echo.
-    for _, error in sorted(
-        errors.items(), key=lambda e: isinstance(e[1], threading.BrokenBarrierError)
-    ):
+    causes = [e for e in errors.values() if not isinstance(e, threading.BrokenBarrierError)]
+    for error in (*causes, *errors.values()):
         raise error
     assert len(results) == num_ranks, f"only ranks {sorted(results)} ended within 100 s"
     return [results[r] for r in range(num_ranks)]
