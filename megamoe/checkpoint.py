@@ -134,8 +134,8 @@ FAMILIES: Final[dict[str, _Family]] = {
 """Families by ``model_type``."""
 
 _GATED_SHARED: Final = (
-    "its shared expert is scaled by a learned gate per token (shared_expert_gate), which this layer "
-    "cannot represent"
+    "its shared expert is scaled by a learned gate per token (shared_expert_gate), which this "
+    "layer cannot represent"
 )
 _REJECTED: Final = {
     "qwen2_moe": _GATED_SHARED,

@@ -83,7 +83,7 @@ class Router:
             )
         if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
             raise SpecError(
-                f"num_groups = {self.num_groups}: a group of {self.num_experts} experts needs 2"
+                f"num_groups = {self.num_groups}: groups of fewer than 2 experts cannot be ranked"
             )
         candidates = self.num_experts // self.num_groups * self.groups_kept
         if not 1 <= self.topk <= candidates:
