@@ -1,1 +1,1 @@
-"""Command line, rank entry points and benchmarks: the composition root above service and megamoe."""
+"""Command line, rank entry points and benchmarks; the composition root of the project."""
