@@ -1,0 +1,26 @@
+"""The console script ``megamoe``: one command per module of this package.
+
+Modules of commands import torch inside functions only, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from launcher import demo, plan, run
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="megamoe",
+    help="An expert-parallel MoE layer as one persistent kernel per rank, on GPUs or on CPU ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.command)
+app.command("demo")(demo.command)
+app.add_typer(plan.app, name="plan")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,157 @@
+"""How commands talk: tables and bars, one JSON object with ``--json``, one red line for an error.
+
+Exit codes: 0 all well, 1 a result is wrong, 2 the command could not be carried out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from megamoe.errors import (
+    BackendUnavailable,
+    CapacityError,
+    CheckpointError,
+    GroupBroken,
+    MegaMoeError,
+    PeerTimeout,
+    SymmetricMemoryError,
+)
+
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_WRONG",
+    "BackendOption",
+    "DebugFlag",
+    "JsonFlag",
+    "RanksOption",
+    "errors_to_exit",
+    "human_bytes",
+    "print_json",
+    "progress",
+    "report",
+    "stderr",
+    "stdout",
+    "table",
+]
+
+EXIT_WRONG: Final = 1
+EXIT_ERROR: Final = 2
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+DebugFlag = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        min=1,
+        help="Rank processes to start on this machine; under torchrun, leave it out.",
+        show_default=False,
+    ),
+]
+BackendOption = Annotated[
+    str,
+    typer.Option("--backend", help="auto, cpu or cuda; auto takes GPUs where there are any."),
+]
+
+_HINTS: Final[dict[type[MegaMoeError], str]] = {
+    CapacityError: "`megamoe plan moe` shows what rings and token counts need.",
+    SymmetricMemoryError: "`megamoe doctor` shows the size of /dev/shm.",
+    BackendUnavailable: "`megamoe doctor` shows what this machine can run.",
+    CheckpointError: "docs/troubleshooting.md lists the checkpoints that are read.",
+    PeerTimeout: "A rank died, hangs or came late; --timeout sets the limit. See "
+    "docs/troubleshooting.md.",
+    GroupBroken: "See docs/troubleshooting.md.",
+}
+
+
+@contextmanager
+def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
+    """Turns an expected error into one red line on stderr and exit code 2.
+
+    Args:
+        debug: print the traceback too.
+        rank: named in the message; None outside a group.
+
+    Raises:
+        typer.Exit: after a ``MegaMoeError`` or ``OSError``. Others pass: they are bugs.
+    """
+    try:
+        yield
+    except (MegaMoeError, OSError) as error:
+        if debug:
+            stderr.print_exception()
+        # An error that ranks have exchanged names them itself, and one of them prints it.
+        printed_elsewhere: bool | None = getattr(error, "printed_elsewhere", None)
+        if not printed_elsewhere:
+            where = f"rank {rank}: " if rank is not None and printed_elsewhere is None else ""
+            line = " ".join(f"{where}{error}".split())
+            stderr.print(f"error: {line}", style="bold red", markup=False, soft_wrap=True)
+            for kind, hint in _HINTS.items():
+                if isinstance(error, kind):
+                    stderr.print(f"hint: {hint}", style="dim", markup=False, soft_wrap=True)
+                    break
+        raise typer.Exit(EXIT_ERROR) from None
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout, never wrapped or coloured."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+def report(message: str, *, style: str = "") -> None:
+    """A line on stdout for people, unwrapped."""
+    stdout.print(message, style=style, markup=False, soft_wrap=True)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    return made
+
+
+@contextmanager
+def progress(*, shown: bool) -> Iterator[Progress]:
+    """A progress bar on stderr, gone when done; silent where stderr is no terminal."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=stderr,
+        transient=True,
+        disable=not (shown and stderr.is_terminal),
+    )
+    with bar:
+        yield bar
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"

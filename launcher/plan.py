@@ -1,0 +1,190 @@
+"""``megamoe plan``: what a shape will need, before anything is allocated.
+
+``plan moe`` prints the symmetric bytes of a rank by region and by EP size, with the recommended
+rings, the smallest ones, and rings that hold everything a rank could receive in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from launcher.console import (
+    DebugFlag,
+    JsonFlag,
+    errors_to_exit,
+    human_bytes,
+    print_json,
+    stdout,
+    table,
+)
+from megamoe.errors import SpecError
+from megamoe.spec import MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["app", "plan_moe"]
+
+app = typer.Typer(
+    help="What a shape needs: memory by region, rings, instruction plans.", no_args_is_help=True
+)
+
+_LARGE: Final = (
+    "route",
+    "input",
+    "input_scale",
+    "l1_ring",
+    "l1_scale",
+    "l2_ring",
+    "l2_scale",
+    "combine",
+)
+"""Regions with a row of their own; all others are signals."""
+
+
+@app.command("moe")
+def moe(
+    model: Annotated[
+        str | None, typer.Option(help=f"A published layer: {', '.join(MODELS)}.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="H; without --model.")] = None,
+    inter: Annotated[int | None, typer.Option(help="I; without --model.")] = None,
+    experts: Annotated[int | None, typer.Option(help="E; without --model.")] = None,
+    topk: Annotated[int | None, typer.Option(help="K; without --model.")] = None,
+    shared: Annotated[int | None, typer.Option(help="Shared experts.")] = None,
+    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens per rank and call.")] = 8192,
+    ranks: Annotated[str, typer.Option(help="EP sizes, like 1,2,4,8.")] = "1,2,4,8",
+    block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 128,
+    ring_l1: Annotated[int, typer.Option(min=0, help="Blocks of the L1 ring; 0: recommended.")] = 0,
+    ring_l2: Annotated[int, typer.Option(min=0, help="Blocks of the L2 ring; 0: recommended.")] = 0,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Symmetric memory of an MoE layer by region and EP size."""
+    with errors_to_exit(debug=debug):
+        spec = _spec(model, hidden, inter, experts, topk, shared, weight_dtype)
+        sizes = _sizes(ranks)
+        plans = []
+        for size in sizes:
+            config = EpConfig(
+                num_ranks=size,
+                max_tokens=tokens,
+                block_m=block_m,
+                ring_l1_blocks=ring_l1,
+                ring_l2_blocks=ring_l2,
+            )
+            plans.append(plan_moe(spec, config))
+        if as_json:
+            print_json({"model": model, "tokens": tokens, "block_m": block_m, "plans": plans})
+            return
+        name = model or f"H {spec.hidden}, I {spec.inter}, E {spec.num_experts}, K {spec.topk}"
+        stdout.print(_table(f"{name}, at most {tokens} tokens per rank", plans))
+
+
+def plan_moe(spec: MoESpec, config: EpConfig) -> dict[str, Any]:
+    """Bytes of a rank's window by region, and totals under other rings.
+
+    Args:
+        spec: the layer.
+        config: zeros are replaced by recommendations.
+
+    Raises:
+        SpecError: settings that no group could run.
+    """
+    chosen = config.resolved(spec)
+    regions, total = _regions(spec, chosen)
+    most = chosen.max_blocks(spec)
+    minimum = replace(config, ring_l1_blocks=1, ring_l2_blocks=1, wave_blocks=1, l2_lag_blocks=0)
+    full = replace(config, ring_l1_blocks=most, ring_l2_blocks=most, wave_blocks=0, l2_lag_blocks=0)
+    local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
+    return {
+        "ranks": config.num_ranks,
+        "regions": regions,
+        "window_bytes": total,
+        "ring_l1_blocks": chosen.ring_l1_blocks,
+        "ring_l2_blocks": chosen.ring_l2_blocks,
+        "wave_blocks": chosen.wave_blocks,
+        "ring_l1_tokens": chosen.ring_l1_blocks * chosen.block_m,
+        "min_ring_blocks": 1,
+        "window_bytes_min_rings": _regions(spec, minimum.resolved(spec))[1],
+        "full_ring_blocks": most,
+        "window_bytes_full_rings": _regions(spec, full.resolved(spec))[1],
+        "weight_bytes": local * _expert_bytes(spec),
+    }
+
+
+def _regions(spec: MoESpec, config: EpConfig) -> tuple[dict[str, int], int]:
+    """Bytes by region, signals and alignment gaps as one each; and the whole window's."""
+    from megamoe.backends.cpu import cpu_shape
+    from megamoe.layout import window_layout
+
+    layout = window_layout(cpu_shape(spec, config))
+    regions = {name: layout.regions[name].nbytes for name in _LARGE}
+    every = sum(region.nbytes for region in layout.regions.values())
+    regions["signals"] = every - sum(regions.values())
+    regions["alignment"] = layout.nbytes - every
+    return regions, layout.nbytes
+
+
+def _expert_bytes(spec: MoESpec) -> int:
+    """Weights and scales of one expert."""
+    weights = 3 * spec.hidden * spec.inter
+    return weights + weights // 128**2 * 4 if spec.weight_dtype == "fp8" else 2 * weights
+
+
+def _spec(
+    model: str | None,
+    hidden: int | None,
+    inter: int | None,
+    experts: int | None,
+    topk: int | None,
+    shared: int | None,
+    weight_dtype: str,
+) -> MoESpec:
+    dtype = cast("WeightDtype", weight_dtype)
+    if model is not None:
+        if model not in MODELS:
+            raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
+        spec = replace(MODELS[model], weight_dtype=dtype)
+        return spec if shared is None else replace(spec, num_shared=shared)
+    if hidden is None or inter is None or experts is None or topk is None:
+        raise SpecError("give --model, or all of --hidden, --inter, --experts and --topk")
+    return MoESpec(
+        hidden=hidden,
+        inter=inter,
+        num_experts=experts,
+        topk=topk,
+        num_shared=shared or 0,
+        weight_dtype=dtype,
+    )
+
+
+def _sizes(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(p.strip().isdigit() and 1 <= int(p) <= MAX_RANKS for p in parts):
+        raise SpecError(f"--ranks {text}: write EP sizes of 1..{MAX_RANKS}, like 1,2,4,8")
+    return [int(p) for p in parts]
+
+
+def _table(title: str, plans: list[dict[str, Any]]) -> Table:
+    shown = table(title, "bytes per rank", *(f"EP{p['ranks']}" for p in plans))
+
+    def row(label: str, *values: str, **style: Any) -> None:
+        shown.add_row(label, *values, **style)
+
+    for name in plans[0]["regions"]:
+        last = name == "alignment"
+        row(name, *(human_bytes(p["regions"][name]) for p in plans), end_section=last)
+    row("window", *(human_bytes(p["window_bytes"]) for p in plans), style="bold")
+    row("window, smallest rings", *(human_bytes(p["window_bytes_min_rings"]) for p in plans))
+    row("window, full rings", *(human_bytes(p["window_bytes_full_rings"]) for p in plans))
+    row("weights", *(human_bytes(p["weight_bytes"]) for p in plans), end_section=True)
+    row("ring blocks L1 / L2", *(f"{p['ring_l1_blocks']} / {p['ring_l2_blocks']}" for p in plans))
+    row("smallest", *(str(p["min_ring_blocks"]) for p in plans))
+    row("full", *(str(p["full_ring_blocks"]) for p in plans))
+    row("wave blocks", *(str(p["wave_blocks"]) for p in plans))
+    return shown

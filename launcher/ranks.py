@@ -1,0 +1,245 @@
+"""Groups of rank processes: starting them with torchrun, and what a rank does inside.
+
+A multi-rank command runs in two roles. Called by a person it starts torchrun, whose children run
+the same module with the same options; there it finds itself a rank (``in_group``) and works.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from launcher.console import EXIT_ERROR, errors_to_exit
+from megamoe.errors import MegaMoeError, SpecError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Group", "RankFailed", "arguments", "cores_per_rank", "run_in_group"]
+
+T = TypeVar("T")
+
+
+class RankFailed(MegaMoeError):
+    """A step failed on one rank or more; raised on all of them, printed by rank 0.
+
+    Attributes:
+        printed_elsewhere: this rank need not print it.
+    """
+
+    def __init__(self, message: str, *, printed_elsewhere: bool) -> None:
+        super().__init__(message)
+        self.printed_elsewhere = printed_elsewhere
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group that this process belongs to; one rank alone needs no process group.
+
+    Attributes:
+        rank: this rank.
+        num_ranks: R.
+        device: where this rank's tensors live: ``"cpu"`` or ``"cuda:N"``.
+    """
+
+    rank: int
+    num_ranks: int
+    device: str
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Collective: every rank's value (picklable), by rank."""
+        if self.num_ranks == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Collective: returns when every rank has come."""
+        self.gather(None)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Collective: runs ``work`` on every rank; if it fails on any, all raise.
+
+        Raises:
+            RankFailed: names the ranks that failed and their errors.
+        """
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as e:  # noqa: BLE001 - every rank hears of it below
+            error = e
+        # A bug keeps its traceback on the rank that has it.
+        if error is not None and not isinstance(error, MegaMoeError | OSError):
+            self.gather(f"{type(error).__name__}: {error}")
+            raise error
+        errors = self.gather(None if error is None else str(error))
+        if any(e is not None for e in errors):
+            raise RankFailed(_summary(errors), printed_elsewhere=not self.first) from error
+        return result[0]
+
+    def collect_rows(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor | None:
+        """Collective: every rank's [T_r, ...] as one [sum T_r, ...] on rank 0, on the CPU.
+
+        Args:
+            rows: this rank's rows, ``counts[rank]`` of them.
+            counts: rows of every rank.
+        """
+        import torch
+        import torch.distributed as dist
+
+        own = rows.cpu().contiguous()
+        if not self.first:
+            if counts[self.rank]:
+                dist.send(own.view(torch.uint8), 0)
+            return None
+        out = own.new_empty((sum(counts), *own.shape[1:]))
+        first = 0
+        for rank, part in enumerate(out.split(counts)):
+            if rank == 0:
+                part.copy_(own)
+            elif counts[rank]:
+                dist.recv(part.view(torch.uint8), rank)
+            first += counts[rank]
+        return out
+
+
+def _summary(errors: list[str | None]) -> str:
+    """Ranks with the same error share a line."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(errors):
+        if text is not None:
+            by_text.setdefault(text, []).append(rank)
+    if len(by_text) == 1 and len(next(iter(by_text.values()))) == len(errors):
+        return next(iter(by_text))
+    return "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in by_text.items()
+    )
+
+
+def cores_per_rank(num_ranks: int) -> int:
+    """Cores of this process's affinity mask, shared out over the ranks of the machine."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+
+
+def arguments(context: typer.Context) -> list[str]:
+    """The options of a command as its rank processes are to get them, ``--ranks`` left out."""
+    found = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name == "ranks" or value is None:
+            continue
+        if isinstance(value, bool):
+            found += (parameter.opts if value else parameter.secondary_opts)[:1]
+        else:
+            many = value if isinstance(value, list | tuple) else [value]
+            for one in many:
+                found += [parameter.opts[0], str(one)]
+    return found
+
+
+def run_in_group(
+    context: typer.Context,
+    module: str,
+    ranks: int | None,
+    work: Callable[[Group], int],
+    *,
+    default_ranks: int,
+    backend: str,
+    debug: bool,
+) -> None:
+    """Runs ``work`` on every rank of a group, starting the group where there is none yet.
+
+    Args:
+        context: of the command; its options go to the ranks.
+        module: run by ``python -m`` in each rank process.
+        ranks: R as asked for, or None.
+        work: gets the group; returns the exit code.
+        default_ranks: R where nothing is asked for.
+        backend: ``"cpu"`` keeps ranks off the GPUs.
+        debug: show tracebacks.
+
+    Raises:
+        typer.Exit: always; code 0 when every rank returned 0.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        size = int(os.environ["WORLD_SIZE"])
+        with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):
+            if ranks not in (None, size):
+                raise SpecError(f"--ranks {ranks}, but torchrun started {size}: leave --ranks out")
+            with _process_group(size, backend) as group:
+                code = work(group)
+        raise typer.Exit(code)
+    num_ranks = ranks or default_ranks
+    if num_ranks == 1:
+        with errors_to_exit(debug=debug):
+            code = work(Group(0, 1, _device(0, backend)))
+        raise typer.Exit(code)
+    raise typer.Exit(_torchrun(module, arguments(context), num_ranks, debug=debug))
+
+
+def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> int:
+    """Starts ``num_ranks`` processes of a module and returns the first failure's code, or 0."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_ranks)))
+    if not debug:
+        # Ranks say themselves what went wrong; torchrun's account of it would bury that.
+        for name in ("torch.distributed.elastic", "torch.distributed.run"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    start = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", module]
+    try:
+        main([*start, *argv])
+    except ChildFailedError as failed:
+        code = failed.get_first_failure()[1].exitcode
+        if code < 0:
+            rank = failed.get_first_failure()[0]
+            sys.stderr.write(f"error: rank {rank} was ended by signal {-code}\n")
+            return EXIT_ERROR
+        return code
+    return 0
+
+
+def _device(local_rank: int, backend: str) -> str:
+    if backend == "cpu":
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{local_rank % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _process_group(size: int, backend: str) -> Iterator[Group]:
+    """Joins torchrun's group: gloo for values, NCCL beside it where ranks have GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")), backend)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    torch.set_num_threads(cores_per_rank(local_size))
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        yield Group(dist.get_rank(), size, device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,303 @@
+"""``megamoe run``: one MoE layer of a checkpoint on real hidden states, over any number of ranks.
+
+megamoe run --checkpoint DIR --layer 3 --input x.safetensors --output y.safetensors --ranks 2
+torchrun --nproc-per-node 2 -m launcher.run --checkpoint DIR …
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from launcher.console import (
+    BackendOption,
+    DebugFlag,
+    JsonFlag,
+    RanksOption,
+    human_bytes,
+    print_json,
+    progress,
+    stdout,
+    table,
+)
+from launcher.ranks import Group, run_in_group
+from megamoe.errors import InputError, SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megamoe.layer import Backend, MoELayer
+    from megamoe.spec import MoESpec, WeightDtype
+
+__all__ = ["command"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    checkpoint: Path
+    layer: int
+    input: Path
+    output: Path
+    weight_dtype: WeightDtype | None
+    split: str | None
+    max_tokens: int
+    ring_blocks: int
+    workers: int
+    backend: Backend
+    timeout: float
+    json: bool
+
+
+def command(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Option(help="Folder with config.json and safetensors.")],
+    layer: Annotated[int, typer.Option(help="Number of the layer; it must be an MoE layer.")],
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "--input",
+            help="safetensors: hidden_states BF16 [T,H]; optionally topk_idx [T,K] and "
+            "topk_weight [T,K], else the checkpoint's router decides.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="safetensors to write: hidden_states BF16 [T,H].")],
+    ranks: RanksOption = None,
+    weight_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8 or bf16; converts at load. Default: what is stored."),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Tokens of each rank, like 100,28. Default: an even split."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens per rank and call; more makes more calls.")
+    ] = 4096,
+    ring_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
+    ] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
+    ] = 0,
+    backend: BackendOption = "auto",
+    timeout: Annotated[float, typer.Option(help="Limit of each wait inside a call, seconds.")] = 30,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Run an MoE layer of a checkpoint on hidden states from a file."""
+    options = _Options(
+        checkpoint,
+        layer,
+        input_file,
+        output,
+        cast("WeightDtype | None", weight_dtype),
+        split,
+        max_tokens,
+        ring_blocks,
+        workers,
+        cast("Backend", backend),
+        timeout,
+        as_json,
+    )
+    run_in_group(
+        context,
+        "launcher.run",
+        ranks,
+        lambda group: _run(group, options),
+        default_ranks=1,
+        backend=backend,
+        debug=debug,
+    )
+
+
+def _run(group: Group, options: _Options) -> int:
+    from megamoe.checkpoint import Checkpoint
+    from megamoe.layer import open_layer
+    from megamoe.spec import EpConfig
+    from megamoe.weights import iter_local_experts
+
+    start = time.perf_counter()
+    checkpoint = group.together(lambda: Checkpoint.open(options.checkpoint))
+    spec = group.together(lambda: checkpoint.moe_spec(options.layer, options.weight_dtype))
+    counts = group.together(lambda: _split(options, spec, group.num_ranks))
+    first = sum(counts[: group.rank])
+    rows = slice(first, first + counts[group.rank])
+
+    def routed() -> tuple[Tensor, Tensor, Tensor]:
+        x, idx, weight = _read_input(options.input, spec, rows)
+        if idx is None or weight is None:
+            idx, weight = checkpoint.router(options.layer)(x)
+        return x.to(group.device), idx.to(group.device), weight.to(group.device)
+
+    x, idx, weight = group.together(routed)
+    most = min(options.max_tokens, max(1, *counts))
+    config = group.together(
+        lambda: EpConfig(
+            num_ranks=group.num_ranks,
+            max_tokens=most,
+            ring_l1_blocks=options.ring_blocks,
+            ring_l2_blocks=options.ring_blocks,
+            num_workers=options.workers,
+            timeout_s=options.timeout,
+        )
+    )
+    layer = group.together(lambda: open_layer(spec, config, backend=options.backend))
+    with layer, progress(shown=group.first and not options.json) as bar:
+        local = spec.experts_per_rank(group.num_ranks) + spec.num_shared
+        experts = iter_local_experts(
+            checkpoint, options.layer, group.rank, group.num_ranks, options.weight_dtype
+        )
+        loading = bar.track(experts, total=local, description="experts")
+        group.together(lambda: layer.load_weights(loading))
+        loaded = time.perf_counter()
+        num_calls = -(-max(counts) // most)
+        parts = []
+        for call in bar.track(range(num_calls), description="calls"):
+            part = slice(call * most, (call + 1) * most)
+            parts.append(layer.run(x[part], idx[part], weight[part]))
+        ran = time.perf_counter()
+        figures = group.gather(_figures(layer, idx))
+
+    import torch
+
+    y = torch.cat(parts) if parts else x
+    everything = group.collect_rows(y, counts)
+    group.together(lambda: _write_output(options.output, everything))
+    summary = {
+        "checkpoint": str(options.checkpoint),
+        "layer": options.layer,
+        "output": str(options.output),
+        "tokens": sum(counts),
+        "calls": num_calls,
+        "load_s": round(loaded - start, 3),
+        "run_s": round(ran - loaded, 4),
+        "ranks": [{"rank": r, "tokens": counts[r], **f} for r, f in enumerate(figures)],
+    }
+    if group.first:
+        _print(summary, as_json=options.json)
+    return 0
+
+
+def _split(options: _Options, spec: MoESpec, num_ranks: int) -> list[int]:
+    """Tokens of each rank."""
+    from launcher.workloads import tokens_per_rank
+
+    total, hidden = _input_shape(options.input)
+    if hidden != spec.hidden:
+        raise InputError(
+            f"hidden_states in {options.input} has {hidden} columns: layer {options.layer} of "
+            f"{options.checkpoint} has {spec.hidden}"
+        )
+    spec.experts_per_rank(num_ranks)
+    if options.split is None:
+        return [total * (r + 1) // num_ranks - total * r // num_ranks for r in range(num_ranks)]
+    counts = tokens_per_rank(options.split, num_ranks)
+    if sum(counts) != total:
+        raise SpecError(
+            f"--split {options.split} is {sum(counts)} tokens, but {options.input} holds {total}"
+        )
+    return counts
+
+
+def _open_input(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(f"no file {path}: --input takes a safetensors file")
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _input_shape(path: Path) -> tuple[int, int]:
+    with _open_input(path) as opened:
+        names = sorted(opened.keys())
+        if "hidden_states" not in names:
+            raise InputError(f"{path} has no tensor hidden_states; it has {', '.join(names)}")
+        shape = opened.get_slice("hidden_states").get_shape()
+    if len(shape) != 2:
+        raise InputError(f"hidden_states in {path} has shape {shape}: must be [T, H]")
+    return shape[0], shape[1]
+
+
+def _read_input(
+    path: Path, spec: MoESpec, rows: slice
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """This rank's rows: hidden states, and routes if the file has them."""
+    import torch
+
+    with _open_input(path) as opened:
+        names = set(opened.keys())
+        given = {"topk_idx", "topk_weight"} & names
+        if len(given) == 1:
+            missing = ({"topk_idx", "topk_weight"} - given).pop()
+            raise InputError(f"{path} has {given.pop()} without {missing}: give both or none")
+        x = opened.get_slice("hidden_states")[rows]
+        if x.dtype != torch.bfloat16:
+            raise InputError(f"hidden_states in {path} is {x.dtype}: must be bfloat16")
+        if not given:
+            return x, None, None
+        total = opened.get_slice("hidden_states").get_shape()[0]
+        for name in sorted(given):
+            shape = opened.get_slice(name).get_shape()
+            if shape != [total, spec.topk]:
+                raise InputError(
+                    f"{name} in {path} has shape {shape}: must be [{total}, {spec.topk}]"
+                )
+        idx, weight = opened.get_slice("topk_idx")[rows], opened.get_slice("topk_weight")[rows]
+        return x, idx, weight.float()
+
+
+def _write_output(path: Path, y: Tensor | None) -> None:
+    if y is None:
+        return
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"hidden_states": y}, path)
+
+
+def _figures(layer: MoELayer, idx: Tensor) -> dict[str, Any]:
+    found = layer.counters().to_dict()
+    return {"routes": int((idx >= 0).sum()), **found}
+
+
+def _print(summary: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(summary)
+        return
+    shown = table(
+        f"layer {summary['layer']} of {summary['checkpoint']}",
+        "rank",
+        "tokens",
+        "routes",
+        "L1 ring",
+        "L2 ring",
+        "back-pressure",
+        "window",
+    )
+    for rank in summary["ranks"]:
+        shown.add_row(
+            str(rank["rank"]),
+            str(rank["tokens"]),
+            str(rank["routes"]),
+            f"{rank['high_water_l1']}/{rank['ring_l1_blocks']}",
+            f"{rank['high_water_l2']}/{rank['ring_l2_blocks']}",
+            str(rank["backpressure_events"]),
+            human_bytes(rank["window_bytes"]),
+        )
+    stdout.print(shown)
+    stdout.print(
+        f"{summary['tokens']} tokens in {summary['run_s'] * 1e3:.1f} ms "
+        f"({summary['calls']} calls), loaded in {summary['load_s']:.1f} s → {summary['output']}",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(command)

@@ -1,0 +1,131 @@
+"""Times and memory of ranks: what is measured, and how figures of several ranks become one.
+
+A call's time is that of its slowest rank: ranks meet before each call, and the maximum over ranks
+is taken call by call, before the median. Contenders take turns, so that a busy moment of the
+machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from launcher.ranks import Group
+
+__all__ = ["Memory", "MemoryMeter", "Times", "memory_now", "take_turns", "times"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations of repeated calls in microseconds: max over ranks per call, then these.
+
+    Attributes:
+        median_us: of the calls.
+        p99_us: 99th percentile; with fewer than 100 calls, the slowest.
+        best_us: the fastest call.
+        calls: how many.
+    """
+
+    median_us: float
+    p99_us: float
+    best_us: float
+    calls: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+def times(seconds: Sequence[float]) -> Times:
+    """Statistics of durations given in seconds."""
+    ordered = sorted(s * 1e6 for s in seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return Times(statistics.median(ordered), p99, ordered[0], len(ordered))
+
+
+def take_turns(
+    group: Group,
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls_per_round: int,
+    warmup: int = 2,
+    on_round: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
+    """Collective: times every contender, turn by turn.
+
+    Args:
+        group: the ranks; each of them has the same names in the same order.
+        calls: a call of each contender, by name. A rank without a part in it passes a no-op.
+        rounds: turns of each contender.
+        calls_per_round: calls in one turn.
+        warmup: calls before each turn that are not counted.
+        on_round: called after each turn, for progress.
+
+    Returns:
+        Times by name, equal on every rank.
+    """
+    durations: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for i in range(warmup + calls_per_round):
+                group.barrier()
+                start = time.perf_counter()
+                call()
+                if i >= warmup:
+                    durations[name].append(time.perf_counter() - start)
+            on_round()
+    by_rank = group.gather(durations)
+    return {
+        name: times([max(c) for c in zip(*(d[name] for d in by_rank), strict=True)])
+        for name in calls
+    }
+
+
+# ---------------------------------------------------------------- memory
+
+_ROLLUP: Final = Path("/proc/self/smaps_rollup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of this process in bytes.
+
+    Attributes:
+        rss: resident pages, shared ones in full.
+        pss: the same with each shared page divided by the processes that map it, so that the sum
+            over ranks counts windows once.
+    """
+
+    rss: int
+    pss: int
+
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory(self.rss - other.rss, self.pss - other.pss)
+
+
+def memory_now() -> Memory:
+    """Reads ``/proc/self/smaps_rollup``."""
+    found = {}
+    for line in _ROLLUP.read_text().splitlines()[1:]:
+        name, _, rest = line.partition(":")
+        found[name] = int(rest.split()[0]) * 1024
+    return Memory(found["Rss"], found["Pss"])
+
+
+class MemoryMeter:
+    """Growth of this process's memory since the meter was made, and its peak over the samples."""
+
+    def __init__(self) -> None:
+        self._base = memory_now()
+        self.now = Memory(0, 0)
+        self.peak = Memory(0, 0)
+
+    def sample(self) -> None:
+        """Takes a sample; costs a few milliseconds where much memory is mapped."""
+        self.now = memory_now() - self._base
+        self.peak = Memory(max(self.peak.rss, self.now.rss), max(self.peak.pss, self.now.pss))
