@@ -15,6 +15,7 @@
 #pragma once
 
 #include "gemm.hpp"
+#include "gemm_math.hpp"
 
 namespace {
 
