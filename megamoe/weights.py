@@ -26,7 +26,7 @@ __all__ = [
     "random_experts",
 ]
 
-_CHUNK_ROWS = 4 * GROUP
+_CHUNK_ROWS = GROUP
 """Rows quantised at a time: bounds the FP32 temporaries of a large weight."""
 
 
@@ -154,7 +154,7 @@ def iter_local_experts(
 
     BF16 weights become FP8 by 128x128 blocks, FP8 weights become BF16, if ``weight_dtype`` asks for
     it. Beside the expert that is yielded, memory holds the mapped pages of one projection and
-    FP32 temporaries of 512 rows.
+    FP32 temporaries of 128 rows.
 
     Args:
         checkpoint: an opened checkpoint.
