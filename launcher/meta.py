@@ -1,0 +1,67 @@
+"""What a result file says about the run that made it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run_meta"]
+
+
+def run_meta(**more: Any) -> dict[str, Any]:
+    """Commit, date, machine and versions; ``more`` adds shape, notes and what was sampled.
+
+    What cannot be read is None: a CPU-only machine has no ``gpu``.
+    """
+    import torch
+
+    from megamoe import native
+
+    cuda = torch.cuda.is_available()
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(0) if cuda else None,
+        "num_gpus": torch.cuda.device_count() if cuda else 0,
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_isas": native.describe()["cpu_isas"],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(["megamoe", *sys.argv[1:]]),
+        **more,
+    }
+
+
+def _git(*args: str) -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    try:
+        done = subprocess.run(
+            ["git", *args], cwd=root, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")

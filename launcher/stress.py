@@ -1,0 +1,367 @@
+"""``megamoe stress``: skewed routings over every ring size from the smallest up.
+
+    megamoe stress --ranks 4 --output stress.json
+    torchrun --nproc-per-node 4 -m launcher.stress
+
+Every case (routing, tokens of each rank, EP size, ring capacity) is compared bit for bit with the
+largest ring and, row by row, with the oracle. One group of processes serves all cases; an EP size
+below the number of processes runs on the first of them. Exit code 1 when any case differs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from launcher.console import (
+    EXIT_WRONG,
+    BackendOption,
+    DebugFlag,
+    JsonFlag,
+    RanksOption,
+    print_json,
+    progress,
+    stdout,
+    table,
+)
+from launcher.meta import run_meta
+from launcher.ranks import Group, run_in_group
+from megamoe.errors import SpecError
+from megamoe.spec import EpConfig, MoESpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megamoe.layer import Backend, MoELayer
+    from megamoe.weights import ExpertWeights
+
+__all__ = ["RINGS", "ROUTINGS", "command"]
+
+ROUTINGS: Final = (
+    "uniform",
+    "zipf:0.8",
+    "zipf:1.01",
+    "zipf:1.2",
+    "lognormal",
+    "hot_expert",
+    "hot_rank",
+    "all_to_one",
+    "one_expert",
+    "local",
+    "remote",
+    "empty_rank",
+    "uniform+masked:0.4",
+    "zipf+duplicates:0.5",
+    "hot_rank+duplicates+masked",
+)
+"""The distributions of a run (``launcher.workloads``)."""
+
+RINGS: Final = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (8, 8))
+"""Blocks of the L1 and L2 ring; (0, 0) holds a whole call and is what the others must equal."""
+
+TOKENS: Final = ("{}", "ramp:{}", "empty:{}")
+
+
+@dataclass(frozen=True)
+class _Options:
+    spec: MoESpec
+    tokens: int
+    seeds: int
+    sizes: tuple[int, ...]
+    block_m: int
+    workers: int
+    backend: Backend
+    timeout: float
+    output: Path | None
+    json: bool
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A call's worth of routing: what ring sizes are varied under."""
+
+    routing: str
+    tokens: tuple[int, ...]
+    seed: int
+
+
+def command(
+    context: typer.Context,
+    ranks: RanksOption = None,
+    sizes: Annotated[
+        str, typer.Option(help="EP sizes, like 1,2,4; those above --ranks are left out.")
+    ] = "1,2,4",
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a rank.")] = 24,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per routing.")] = 1,
+    hidden: Annotated[int, typer.Option(help="H.")] = 256,
+    inter: Annotated[int, typer.Option(help="I.")] = 256,
+    experts: Annotated[int, typer.Option(help="E.")] = 16,
+    topk: Annotated[int, typer.Option(help="K.")] = 4,
+    shared: Annotated[int, typer.Option(help="Shared experts.")] = 1,
+    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 8,
+    workers: Annotated[int, typer.Option(help="CPU worker threads per rank; 0 shares cores.")] = 2,
+    output: Annotated[Path | None, typer.Option(help="Write every case to this JSON file.")] = None,
+    backend: BackendOption = "auto",
+    timeout: Annotated[float, typer.Option(help="Limit of each wait inside a call, s.")] = 30,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Compare every ring size, routing and EP size bit for bit with the largest ring."""
+
+    def work(group: Group) -> int:
+        options = group.together(
+            lambda: _Options(
+                MoESpec(
+                    hidden=hidden,
+                    inter=inter,
+                    num_experts=experts,
+                    topk=topk,
+                    num_shared=shared,
+                    weight_dtype=cast("Any", weight_dtype),
+                ),
+                tokens,
+                seeds,
+                _sizes(sizes, group.num_ranks),
+                block_m,
+                workers,
+                cast("Backend", backend),
+                timeout,
+                output,
+                as_json,
+            )
+        )
+        return _stress(group, options)
+
+    run_in_group(
+        context, "launcher.stress", ranks, work, default_ranks=4, backend=backend, debug=debug
+    )
+
+
+def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise SpecError(f"--sizes {text!r}: write EP sizes like 1,2,4")
+    sizes = tuple(sorted({int(p) for p in parts if int(p) <= num_ranks}))
+    if not sizes:
+        raise SpecError(f"--sizes {text!r}: all are above the {num_ranks} ranks of this group")
+    return sizes
+
+
+def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
+    from launcher.workloads import tokens_per_rank
+
+    for seed in range(options.seeds):
+        seen = set()
+        for pattern in TOKENS:
+            tokens = tuple(tokens_per_rank(pattern.format(options.tokens), num_ranks))
+            if tokens in seen or not any(tokens):
+                continue
+            seen.add(tokens)
+            for routing in ROUTINGS:
+                if num_ranks == 1 and routing.startswith(("remote", "empty_rank")):
+                    continue  # needs a second rank
+                yield _Load(routing, tokens, seed)
+
+
+def _stress(group: Group, options: _Options) -> int:
+    import torch.distributed as dist
+
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    with progress(shown=group.first and not options.json) as bar:
+        for size in options.sizes:
+            # Collective over all processes, also those that the size leaves out.
+            members = dist.new_group(list(range(size))) if group.num_ranks > 1 else None
+            if group.rank < size:
+                loads = list(_loads(options, size))
+                task = bar.add_task(f"EP{size}", total=len(RINGS) * len(loads))
+                for row in _size_rows(group, options, size, loads, members):
+                    rows.append(row)
+                    bar.advance(task)
+            group.barrier()
+    wrong = [r for r in rows if not r["ok"]]
+    code = group.gather(EXIT_WRONG if wrong else 0)
+    if group.first:
+        _report(options, rows, wrong, time.perf_counter() - started)
+    return max(code)
+
+
+def _size_rows(
+    group: Group, options: _Options, size: int, loads: list[_Load], members: Any
+) -> Iterator[dict[str, Any]]:
+    """All cases of one EP size, ring by ring; the first ring holds everything."""
+    from megamoe.layer import open_layer
+    from megamoe.symmetric.base import GroupRendezvous
+    from megamoe.weights import random_experts
+
+    base = EpConfig(
+        num_ranks=size,
+        max_tokens=options.tokens,
+        block_m=options.block_m,
+        num_workers=options.workers,
+        timeout_s=options.timeout,
+    )
+    largest: dict[_Load, Tensor] = {}
+    for ring_l1, ring_l2 in RINGS:
+        most = base.max_blocks(options.spec)
+        config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
+        rendezvous = None if members is None else GroupRendezvous(members)
+        with open_layer(
+            options.spec, config, backend=options.backend, rendezvous=rendezvous
+        ) as layer:
+            layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
+            for load in loads:
+                yield _case(group, options, layer, load, largest, members)
+
+
+def _case(
+    group: Group,
+    options: _Options,
+    layer: MoELayer,
+    load: _Load,
+    largest: dict[_Load, Tensor],
+    members: Any,
+) -> dict[str, Any]:
+    """One case on one rank; the row is complete on the first rank."""
+    import torch
+
+    from launcher.verify import against_oracle, sample_rows
+    from launcher.workloads import random_activations, route, skew
+
+    spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
+    tokens, seed = load.tokens[rank], load.seed
+    x = random_activations(spec, rank, tokens, seed).to(group.device)
+    idx, weight = route(load.routing, spec, num_ranks, rank, tokens, seed=seed)
+    layer.clear_counters()
+    y = layer.run(x, idx.to(group.device), weight.to(group.device)).cpu()
+    counters = layer.counters()
+
+    # The largest ring comes first: it is checked against the oracle, all others against it.
+    first = load not in largest
+    same, error, problem = True, 0.0, ""
+    if first:
+        largest[load] = y
+    same = torch.equal(y.view(torch.int16), largest[load].view(torch.int16))
+    if tokens:
+        rows = sample_rows(tokens, tokens, seed)
+        verdict, _ = against_oracle(
+            spec,
+            rows,
+            x,
+            idx,
+            weight,
+            y,
+            lambda e: _expert(spec, e),
+            [_expert(spec, spec.num_experts + s) for s in range(spec.num_shared)],
+            on_gpu=group.device != "cpu",
+        )
+        error, problem = verdict.error, verdict.problem
+    mine = {
+        "same": same,
+        "error": error,
+        "problem": problem,
+        "events": counters.backpressure_events,
+        "l1": counters.high_water_l1,
+        "l2": counters.high_water_l2,
+        "idx": idx,
+    }
+    every = _gather(mine, num_ranks, members)
+    return {
+        "routing": load.routing,
+        "ring_blocks_l1": counters.ring_l1_blocks,
+        "ring_blocks_l2": counters.ring_l2_blocks,
+        "ranks": num_ranks,
+        "tokens_per_rank": list(load.tokens),
+        "seed": seed,
+        "bitwise_equal": all(m["same"] for m in every),
+        "max_rel_err": max(m["error"] for m in every),
+        "backpressure_events": sum(m["events"] for m in every),
+        "high_water_l1": max(m["l1"] for m in every),
+        "high_water_l2": max(m["l2"] for m in every),
+        "max_over_mean": round(skew([m["idx"] for m in every], spec).max_over_mean, 3),
+        "ok": all(m["same"] and not m["problem"] for m in every),
+        "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
+    }
+
+
+@cache
+def _expert(spec: MoESpec, expert: int) -> ExpertWeights:
+    from megamoe.weights import random_expert
+
+    return random_expert(spec, expert, 0, seed=0)
+
+
+def _gather(value: dict[str, Any], num_ranks: int, members: Any) -> list[dict[str, Any]]:
+    if num_ranks == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * num_ranks
+    dist.all_gather_object(values, value, group=members)
+    return values
+
+
+def _report(
+    options: _Options, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
+) -> None:
+    """Prints the summary, and writes every case where asked to."""
+    pressed = sum(r["backpressure_events"] > 0 for r in rows)
+    summary = {
+        "cases": len(rows),
+        "wrong": len(wrong),
+        "bitwise_equal": sum(r["bitwise_equal"] for r in rows),
+        "with_backpressure": pressed,
+        "max_rel_err": max(r["max_rel_err"] for r in rows),
+        "seconds": round(seconds, 1),
+    }
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"meta": run_meta(spec=asdict(options.spec)), "summary": summary, "rows": rows}
+        options.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    if options.json:
+        print_json({**summary, "failures": wrong})
+        return
+    shown = table(
+        "stress: every ring against the largest, bit for bit, and against the oracle",
+        "ranks",
+        "ring L1/L2",
+        "cases",
+        "bitwise equal",
+        "back-pressure",
+        "high water L1/L2",
+        "skew max/mean",
+        "worst error",
+    )
+    groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["ranks"], row["ring_blocks_l1"], row["ring_blocks_l2"])
+        groups.setdefault(key, []).append(row)
+    for (ranks, l1, l2), some in sorted(groups.items()):
+        shown.add_row(
+            str(ranks),
+            f"{l1}/{l2}",
+            str(len(some)),
+            str(sum(r["bitwise_equal"] for r in some)),
+            str(sum(r["backpressure_events"] for r in some)),
+            f"{max(r['high_water_l1'] for r in some)}/{max(r['high_water_l2'] for r in some)}",
+            f"{max(r['max_over_mean'] for r in some):.2f}",
+            f"{max(r['max_rel_err'] for r in some):.1e}",
+        )
+    stdout.print(shown)
+    for row in wrong[:10]:
+        stdout.print(f"[red]differs[/red]: {row}", soft_wrap=True)
+    stdout.print(
+        f"{len(rows)} cases, {len(wrong)} wrong, {pressed} with back-pressure, {seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(command)

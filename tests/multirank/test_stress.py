@@ -1,0 +1,68 @@
+"""``megamoe stress``: over processes, and that it sees a difference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from launcher import stress
+from megamoe.layer import MoELayer
+
+SMALL = ["--tokens", "10", "--hidden", "128", "--inter", "128", "--experts", "4", "--topk", "2"]
+
+
+@pytest.fixture
+def app():
+    app = typer.Typer()
+    app.command()(stress.command)
+    return app
+
+
+@pytest.mark.multirank
+def test_two_rank_processes(tmp_path):
+    out = tmp_path / "stress.json"
+    args = ["-m", "launcher.stress", "--ranks", "2", "--sizes", "2", "--output", str(out), *SMALL]
+    done = subprocess.run([sys.executable, *args, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert len(rows) == 3 * len(stress.ROUTINGS) * len(stress.RINGS)
+    assert all(r["bitwise_equal"] and r["ok"] for r in rows)
+    assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
+    assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)
+    assert max(r["max_over_mean"] for r in rows) == 2.0  # all_to_one
+
+
+def test_sees_a_flipped_bit(app, monkeypatch):
+    """One bit of one element, with one ring size only, and the command fails."""
+    run = MoELayer.run
+
+    def flipped(self, *args):
+        y = run(self, *args)
+        if self.config.ring_l1_blocks == 3 and y.numel():
+            y.view(torch.int16)[0, 7] ^= 1
+        return y
+
+    monkeypatch.setattr(MoELayer, "run", flipped)
+    result = CliRunner().invoke(app, ["--ranks", "1", "--sizes", "1", "--json", *SMALL])
+    assert result.exit_code == 1
+    failures = json.loads(result.stdout)["failures"]
+    assert {(f["ring_blocks_l1"], f["ring_blocks_l2"]) for f in failures} == {(3, 5)}
+    assert not any(f["bitwise_equal"] for f in failures)
+
+
+def test_sees_a_wrong_result(app, monkeypatch):
+    """The same error with every ring size: only the oracle can tell."""
+    run = MoELayer.run
+    monkeypatch.setattr(MoELayer, "run", lambda self, *args: run(self, *args) * 1.01)
+    result = CliRunner().invoke(app, ["--ranks", "1", "--sizes", "1", "--json", *SMALL])
+    assert result.exit_code == 1
+    failures = json.loads(result.stdout)["failures"]
+    assert failures
+    assert all(f["bitwise_equal"] and "error" in f["problem"] for f in failures)
