@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from launcher import demo, plan, run
+from launcher import bench_moe, demo, plan, run
 
 __all__ = ["app"]
 
@@ -21,6 +21,10 @@ app = typer.Typer(
 app.command("run")(run.command)
 app.command("demo")(demo.command)
 app.add_typer(plan.app, name="plan")
+
+bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
+bench.command("moe")(bench_moe.command)
+app.add_typer(bench, name="bench")
 
 if __name__ == "__main__":
     app()

@@ -26,7 +26,7 @@ from megamoe.spec import MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["app", "plan_moe"]
+__all__ = ["app", "expert_bytes", "plan_moe"]
 
 app = typer.Typer(
     help="What a shape needs: memory by region, rings, instruction plans.", no_args_is_help=True
@@ -113,7 +113,7 @@ def plan_moe(spec: MoESpec, config: EpConfig) -> dict[str, Any]:
         "window_bytes_min_rings": _regions(spec, minimum.resolved(spec))[1],
         "full_ring_blocks": most,
         "window_bytes_full_rings": _regions(spec, full.resolved(spec))[1],
-        "weight_bytes": local * _expert_bytes(spec),
+        "weight_bytes": local * expert_bytes(spec),
     }
 
 
@@ -130,7 +130,7 @@ def _regions(spec: MoESpec, config: EpConfig) -> tuple[dict[str, int], int]:
     return regions, layout.nbytes
 
 
-def _expert_bytes(spec: MoESpec) -> int:
+def expert_bytes(spec: MoESpec) -> int:
     """Weights and scales of one expert."""
     weights = 3 * spec.hidden * spec.inter
     return weights + weights // 128**2 * 4 if spec.weight_dtype == "fp8" else 2 * weights
