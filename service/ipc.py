@@ -31,6 +31,7 @@ from service.engine import EngineFault, LayerInfo, Span, StepRecord, TelemetrySa
 
 __all__ = [
     "Cancel",
+    "CannotStart",
     "Done",
     "DrainWanted",
     "Dropped",
@@ -156,13 +157,20 @@ class Fault(Message, frozen=True):
     fault: EngineFault
 
 
+class CannotStart(Message, frozen=True):
+    """A rank cannot open the layer: a setting, the checkpoint or the memory; no restart helps."""
+
+    rank: int
+    message: str
+
+
 class DrainWanted(Message, frozen=True):
     """A rank was told to end (SIGTERM under torchrun): drain first."""
 
     group: str
 
 
-FromRank = Hello | SignOfLife | Done | Dropped | Stepped | Fault | DrainWanted
+FromRank = CannotStart | Hello | SignOfLife | Done | Dropped | Stepped | Fault | DrainWanted
 
 # ------------------------------------------------------------------ rank 0 <-> ranks
 

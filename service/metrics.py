@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
 
-__all__ = ["CONTENT_TYPE", "DCGM_NAMES", "GPU_METRICS", "Metrics", "gini"]
+__all__ = ["CONTENT_TYPE", "DCGM_NAMES", "GPU_METRICS", "Metrics", "gini", "load_figures"]
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS: Final = (
@@ -82,6 +83,18 @@ def gini(counts: Iterable[int]) -> float:
         return 0.0
     n = len(load)
     return float(2 * (np.arange(1, n + 1) * load).sum() / (n * total) - (n + 1) / n)
+
+
+def load_figures(counts: Sequence[int]) -> dict[str, float] | None:
+    """Skew of a load: ``max_over_mean``, ``gini``, ``empty``; None when nothing was routed."""
+    total = sum(counts)
+    if not total:
+        return None
+    return {
+        "max_over_mean": max(counts) * len(counts) / total,
+        "gini": gini(counts),
+        "empty": sum(count == 0 for count in counts),
+    }
 
 
 class _GpuCollector(Collector):
@@ -139,6 +152,24 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"megamoe_{name}", text, value=value)
 
 
+class _LoadCollector(Collector):
+    """Skew of the last step's expert load; nothing before there was one."""
+
+    def __init__(self) -> None:
+        self.counts: tuple[int, ...] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        figures = load_figures(self.counts)
+        if figures is None:
+            return
+        for name, text, value in (
+            ("max_over_mean", "Last step: busiest expert / mean.", figures["max_over_mean"]),
+            ("gini", "Last step: Gini coefficient of the expert load.", figures["gini"]),
+            ("empty_experts", "Last step: experts without a route.", figures["empty"]),
+        ):
+            yield GaugeMetricFamily(f"megamoe_expert_load_{name}", text, value=value)
+
+
 class _EnergyWindow:
     """Joules per token over windows of seconds."""
 
@@ -186,10 +217,13 @@ class Metrics:
     """All metrics of one service, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
+        disable_created_metrics()  # twice the series for a time that nobody asks for
         self.registry = registry = CollectorRegistry()
         self.gpu = _GpuCollector()
         self.energy = _EnergyWindow()
-        for collector in (self.gpu, _EngineCollector(engine), _EnergyCollector(self.energy)):
+        self.load = _LoadCollector()
+        collectors = (self.gpu, self.load, _EngineCollector(engine), _EnergyCollector(self.energy))
+        for collector in collectors:
             registry.register(collector)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
@@ -210,9 +244,6 @@ class Metrics:
         self.step_requests = histogram("step_requests", "Requests that share a step.", _TOKENS[:10])
         self.steps = counter("steps", "Steps executed.", "kind")
         self.rank_tokens = counter("rank_tokens", "Tokens brought by a rank.", "rank")
-        self.max_over_mean = gauge("expert_load_max_over_mean", "Last step: busiest expert / mean.")
-        self.gini = gauge("expert_load_gini", "Last step: Gini coefficient of the expert load.")
-        self.empty = gauge("expert_load_empty_experts", "Last step: experts without a route.")
         self.high_water = gauge(
             "ring_high_water_blocks", "Last step: most blocks in use.", "rank", "ring"
         )
@@ -241,11 +272,7 @@ class Metrics:
         self.step_requests.observe(record.num_requests)
         for rank, tokens in enumerate(record.rank_tokens):
             self.rank_tokens.labels(str(rank)).inc(tokens)
-        counts = record.expert_counts
-        if counts and sum(counts):
-            self.max_over_mean.set(max(counts) * len(counts) / sum(counts))
-            self.gini.set(gini(counts))
-            self.empty.set(counts.count(0))
+        self.load.counts = record.expert_counts
         rings = ("l1", "l2")
         for rank, water in enumerate(record.high_water):
             for ring, blocks in zip(rings, water, strict=True):

@@ -325,6 +325,10 @@ class RemoteEngine:
         if isinstance(message, ipc.Hello):
             self._on_hello(identity, message)
             return
+        if isinstance(message, ipc.CannotStart):
+            self._reason, self._failed = message.message, True
+            self._on_fatal(message.message)
+            return
         group = self._group
         if group is None or message.group != group.id:
             self._refuse("other group")
@@ -353,7 +357,7 @@ class RemoteEngine:
                 why = "its deadline passed" if message.expired else "it was withdrawn"
                 waiting.future.set_exception(RequestExpired(f"the request did not run: {why}"))
         elif isinstance(message, ipc.Fault):
-            self._on_fault(group, message.fault)
+            self._on_fault(group, self._blame(group, message.fault))
         else:
             self._on_drain()
 
@@ -470,6 +474,22 @@ class RemoteEngine:
             os.close(rank.pidfd)
         group.ranks.clear()
 
+    @staticmethod
+    def _silent(group: _Group) -> tuple[int, float] | None:
+        """The rank that has been silent longest, and for how long; None when all are alive."""
+        now = time.monotonic()
+        silence, rank = max((now - r.alive_at, number) for number, r in group.ranks.items())
+        return (rank, silence) if silence > SILENCE_S else None
+
+    def _blame(self, group: _Group, fault: EngineFault) -> EngineFault:
+        """A wait names whom it waited for; a rank without any sign of life is the better answer."""
+        silent = self._silent(group)
+        if fault.kind != "timeout" or silent is None or silent[0] == fault.rank:
+            return fault
+        rank, since = silent
+        message = f"rank {rank} gave no sign of life for {since:.1f} s; {fault.message}"
+        return EngineFault(kind="timeout", rank=rank, message=message, record=fault.record)
+
     async def _watchdog(self) -> None:
         while True:
             await asyncio.sleep(0.25)
@@ -480,10 +500,9 @@ class RemoteEngine:
             limit = self.config.progress_timeout_s
             if now - group.progress_at <= limit:
                 continue
-            silent = [r for r, rank in group.ranks.items() if now - rank.alive_at > SILENCE_S]
-            if silent:
-                rank = min(silent, key=lambda r: group.ranks[r].alive_at)
-                since = now - group.ranks[rank].alive_at
+            silent = self._silent(group)
+            if silent is not None:
+                rank, since = silent
                 message = f"rank {rank} gave no sign of life for {since:.1f} s"
             else:
                 rank = 0

@@ -115,6 +115,7 @@ class HttpProcess:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         (self.run_dir / "address").write_text(f"{host} {port}\n")
+        (self.run_dir / "http.pid").write_text(f"{os.getpid()}\n")
         _log.info("serving on http://%s:%d (dashboard at /)", shown, port)
         await self.server.serve(sockets=[sock])
         await engine.close(0.0 if self.exit_code else STOP_RANKS_S)
@@ -192,7 +193,7 @@ def run(config: ServiceConfig, run_dir: Path, follow_pid: int | None = None) -> 
             try:
                 return asyncio.run(HttpProcess(config, run_dir, follow_pid).main(sock))
             finally:
-                for name in ("engine.sock", "address", "http.lock"):
+                for name in ("engine.sock", "address", "http.pid", "http.lock"):
                     (run_dir / name).unlink(missing_ok=True)
     except BlockingIOError:
         _log.error("another service uses %s: choose another --run-dir", run_dir)

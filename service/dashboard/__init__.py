@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from service.config import ServiceConfig
 from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
 from service.errors import ServiceError, busy
-from service.metrics import Metrics, gini
+from service.metrics import Metrics, load_figures
 
 __all__ = ["Dashboard"]
 
@@ -130,13 +130,7 @@ class Dashboard:
             },
             "layer": msgspec.to_builtins(layer) if layer is not None else None,
             "step": msgspec.to_builtins(step) if step is not None else None,
-            "load": {
-                "max_over_mean": max(counts) * len(counts) / sum(counts),
-                "gini": gini(counts),
-                "empty": counts.count(0),
-            }
-            if counts and sum(counts)
-            else None,
+            "load": load_figures(counts),
             "telemetry": [msgspec.to_builtins(self.samples[rank]) for rank in sorted(self.samples)],
             "faults": list(self.faults),
         }

@@ -1,0 +1,466 @@
+"""``megamoe serve``: a layer over HTTP, executed by a group of ranks.
+
+megamoe serve --checkpoint DIR --layer 3 --ranks 2
+torchrun --nproc-per-node 2 -m launcher.serve --checkpoint DIR --layer 3
+
+Three kinds of process: the ranks under torchrun, the HTTP process, and, for the first form, the
+supervisor that starts both. They watch each other by pidfd, so that none outlives the others:
+
+- a rank that dies or stands still: the HTTP process answers 503 and ends the group, torchrun
+  starts it anew, at most ``--max-restarts`` times, then ends with a failure;
+- the HTTP process dies: ranks end, and with them torchrun and the supervisor, with a failure;
+- the supervisor (or torchrun) dies: the HTTP process ends, and with it the ranks.
+
+SIGTERM to the supervisor or to torchrun drains. Without torchrun's own restarts being needed, the
+exit status is 0 after a drain only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+import typer
+
+from launcher.console import (
+    EXIT_ERROR,
+    BackendOption,
+    DebugFlag,
+    RanksOption,
+    errors_to_exit,
+)
+from launcher.ranks import arguments, cores_per_rank
+from megamoe.errors import SpecError
+from megamoe.spec import MODELS, EpConfig, MoESpec
+from service.config import ConfigError, ServiceConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from megamoe.checkpoint import Checkpoint
+    from megamoe.layer import Backend
+    from megamoe.router import Router
+    from megamoe.spec import WeightDtype
+    from megamoe.weights import ExpertWeights
+
+__all__ = ["command"]
+
+RUN_DIR: Final = "MEGAMOE_RUN_DIR"
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HTTP_START_S: Final = 60.0
+KILL_AFTER_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the layer comes from: a checkpoint, or random weights."""
+
+    checkpoint: Path | None
+    layer: int
+    random: str | None
+    seed: int
+    weight_dtype: WeightDtype | None
+
+    def check(self) -> None:
+        if (self.checkpoint is None) == (self.random is None):
+            raise SpecError("give either --checkpoint DIR (with --layer N) or --random SHAPE")
+        if self.random is not None:
+            _random_spec(self.random)
+        elif self.checkpoint is not None and not (self.checkpoint / "config.json").is_file():
+            raise SpecError(f"--checkpoint {self.checkpoint} has no config.json")
+
+    @property
+    def name(self) -> str:
+        if self.checkpoint is None:
+            return f"random {self.random} (seed {self.seed})"
+        return f"{self.checkpoint.name}, layer {self.layer}"
+
+    def spec(self) -> MoESpec:
+        if self.random is not None:
+            return _random_spec(self.random)
+        return self._checkpoint().moe_spec(self.layer, self.weight_dtype)
+
+    def experts(self, rank: int, num_ranks: int) -> Iterable[ExpertWeights]:
+        from megamoe.weights import iter_local_experts, random_experts
+
+        if self.random is not None:
+            return random_experts(self.spec(), rank, num_ranks, self.seed)
+        return iter_local_experts(
+            self._checkpoint(), self.layer, rank, num_ranks, self.weight_dtype
+        )
+
+    def router(self) -> Router | None:
+        if self.random is None:
+            return self._checkpoint().router(self.layer)
+        import torch
+
+        from megamoe.router import Router
+
+        spec = self.spec()
+        generator = torch.Generator().manual_seed(self.seed)
+        weight = torch.randn(spec.num_experts, spec.hidden, generator=generator)
+        return Router(weight=weight, topk=spec.topk, scoring="softmax", logits_fp32=True)
+
+    def _checkpoint(self) -> Checkpoint:
+        from megamoe.checkpoint import Checkpoint
+
+        assert self.checkpoint is not None
+        return Checkpoint.open(self.checkpoint)
+
+
+def _random_spec(text: str) -> MoESpec:
+    """``hidden=256,inter=128,experts=8,topk=2``, or the name of a published shape.
+
+    Raises:
+        SpecError: a word that is not understood.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    names = {
+        "hidden": "hidden",
+        "inter": "inter",
+        "experts": "num_experts",
+        "topk": "topk",
+        "shared": "num_shared",
+    }
+    given: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key == "dtype":
+            given["weight_dtype"] = value
+        elif key in names and value.isdigit():
+            given[names[key]] = int(value)
+        else:
+            raise SpecError(
+                f"--random {text!r}: {part!r} is not understood: give one of "
+                f"{', '.join(MODELS)}, or hidden=…,inter=…,experts=…,topk=…[,shared=…][,dtype=…]"
+            )
+    missing = {"hidden", "inter", "num_experts", "topk"} - set(given)
+    if missing:
+        raise SpecError(f"--random {text!r}: {', '.join(sorted(missing))} missing")
+    return MoESpec(**given)
+
+
+def command(
+    context: typer.Context,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder with config.json and safetensors.")
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Number of the layer; it must be an MoE layer.")] = 0,
+    random: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve random weights instead: the name of a published shape, or "
+            "hidden=256,inter=128,experts=8,topk=2[,shared=1][,dtype=bf16]."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    ranks: RanksOption = None,
+    weight_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8 or bf16; converts at load. Default: what is stored."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in one step.")] = 512,
+    ring_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
+    ] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
+    ] = 0,
+    backend: BackendOption = "auto",
+    timeout: Annotated[
+        float, typer.Option(help="Limit of each wait inside a step, seconds.")
+    ] = 10.0,
+    heartbeat: Annotated[
+        float, typer.Option(help="Idle seconds between steps that prove progress.")
+    ] = 1.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Restarts of the group before giving up.")
+    ] = 3,
+    host: Annotated[
+        str, typer.Option(help="Bind address; anything but loopback needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port; 0 lets the system choose.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the API key; else MEGAMOE_API_KEY in the environment."),
+    ] = None,
+    queue_requests: Annotated[int, typer.Option(help="Requests in flight before 429.")] = 256,
+    queue_tokens: Annotated[
+        int, typer.Option(help="Tokens in flight before 429; 0 is four steps' worth.")
+    ] = 0,
+    max_body_mib: Annotated[int, typer.Option(help="Largest request body, MiB.")] = 256,
+    request_timeout: Annotated[float, typer.Option(help="Limit of one request, seconds.")] = 60.0,
+    progress_timeout: Annotated[
+        float, typer.Option(help="Without a step for so long, the service is not ready.")
+    ] = 30.0,
+    drain: Annotated[float, typer.Option(help="Limit of the drain after SIGTERM.")] = 20.0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Private folder for sockets. Default: a new one.")
+    ] = None,
+    fault_injection: Annotated[
+        bool, typer.Option("--fault-injection", help="Offer POST /debug/fault. For tests.")
+    ] = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Serve an MoE layer over HTTP (Open Inference Protocol v2)."""
+    source = _Source(checkpoint, layer, random, seed, cast("WeightDtype | None", weight_dtype))
+    in_group = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if api_key_file is not None:
+        os.environ["MEGAMOE_API_KEY_FILE"] = str(api_key_file.absolute())
+    fields: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "fault_injection": fault_injection,
+        "queue_requests": queue_requests,
+        "queue_tokens": queue_tokens,
+        "max_body_bytes": max_body_mib << 20,
+        "body_budget_bytes": max(1 << 30, 4 * (max_body_mib << 20)),
+        "request_timeout_s": request_timeout,
+        "progress_timeout_s": progress_timeout,
+        "drain_s": drain,
+    }
+    with errors_to_exit(debug=debug):
+        source.check()
+        _check_settings(fields)
+    if in_group:
+        raise typer.Exit(
+            _rank(
+                source,
+                backend=cast("Backend", backend),
+                heartbeat_s=heartbeat,
+                config=EpConfig(
+                    num_ranks=int(os.environ["WORLD_SIZE"]),
+                    max_tokens=max_tokens,
+                    ring_l1_blocks=ring_blocks,
+                    ring_l2_blocks=ring_blocks,
+                    num_workers=workers,
+                    timeout_s=timeout,
+                ),
+                fields=fields,
+            )
+        )
+    num_ranks = ranks or _default_ranks(backend)
+    supervisor = _Supervisor(run_dir, fields, num_ranks, max_restarts, arguments(context))
+    raise typer.Exit(supervisor.run())
+
+
+def _check_settings(fields: dict[str, Any]) -> None:
+    from service.__main__ import read_key
+
+    try:
+        ServiceConfig(**fields, api_key=read_key())
+    except ConfigError as error:
+        raise SpecError(str(error)) from None
+
+
+def _default_ranks(backend: str) -> int:
+    """One rank per GPU; on a CPU two ranks where there are two cores."""
+    gpus = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+    if backend != "cpu" and gpus:
+        return gpus
+    return min(2, len(os.sched_getaffinity(0)))
+
+
+def _http_command(fields: dict[str, Any], run_dir: Path, follow_pid: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "service",
+        "--config",
+        json.dumps(fields),
+        "--run-dir",
+        str(run_dir),
+        "--follow-pid",
+        str(follow_pid),
+    ]
+
+
+# ---------------------------------------------------------------------- rank
+
+
+def _rank(
+    source: _Source,
+    *,
+    config: EpConfig,
+    backend: Backend,
+    heartbeat_s: float,
+    fields: dict[str, Any],
+) -> int:
+    """This process is a rank of torchrun's group."""
+    run_dir = Path(os.environ.get(RUN_DIR) or _agents_run_dir())
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    if RUN_DIR not in os.environ and first_here and not _http_pid(run_dir, 0.0):
+        from service.ipc import private_directory
+
+        private_directory(run_dir)
+        # A session of its own: torchrun ends ranks by process group, and this one outlives them.
+        subprocess.Popen(
+            _http_command(fields, run_dir, os.getppid()),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
+    http_pid = _http_pid(run_dir, HTTP_START_S)
+    if http_pid is None:
+        sys.stderr.write("megamoe serve: the HTTP process does not run\n")
+        return EXIT_ERROR
+
+    from launcher.serving.rank import run_rank
+    from launcher.serving.worker import RankOptions
+
+    with errors_to_exit(debug=False, rank=int(os.environ["RANK"])):
+        return run_rank(
+            RankOptions(
+                name=source.name,
+                spec=source.spec,
+                config=config,
+                backend=backend,
+                experts=source.experts,
+                router=source.router,
+                run_dir=run_dir,
+                heartbeat_s=heartbeat_s,
+            ),
+            http_pid,
+        )
+    raise AssertionError  # errors_to_exit does not swallow
+
+
+def _agents_run_dir() -> str:
+    """The run directory of ranks that torchrun started by itself: one per agent process."""
+    agent = os.getppid()
+    # Field 22 of stat is the start time: a process id alone comes back some day.
+    started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    return str(_runtime_dir() / f"megamoe-{os.getuid()}-{agent}-{started}")
+
+
+def _runtime_dir() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def _http_pid(run_dir: Path, limit_s: float) -> int | None:
+    """The running HTTP process of a run directory; waits for it to listen."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((run_dir / "http.pid").read_text())
+            os.kill(pid, 0)
+            return pid
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------------- supervisor
+
+
+class _Supervisor:
+    """Starts the HTTP process, then torchrun; ends both when either ends, or when told to."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        fields: dict[str, Any],
+        num_ranks: int,
+        max_restarts: int,
+        argv: list[str],
+    ) -> None:
+        self.keep = run_dir is not None
+        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="megamoe-", dir=_runtime_dir()))
+        self.fields = fields
+        self.num_ranks = num_ranks
+        self.torchrun_argv = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            "--max-restarts",
+            str(max_restarts),
+            "-m",
+            "launcher.serve",
+            *argv,
+        ]
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return self._run()
+        finally:
+            if not self.keep:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _spawn(self, argv: list[str], **env: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C comes to the supervisor alone
+            preexec_fn=_unblock,
+        )
+
+    def _run(self) -> int:
+        http = self._spawn(_http_command(self.fields, self.run_dir, os.getpid()))
+        deadline = time.monotonic() + HTTP_START_S
+        while not (self.run_dir / "http.pid").exists():
+            if http.poll() is not None:
+                return http.returncode or EXIT_ERROR
+            if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
+                http.kill()
+                return EXIT_ERROR
+        threads = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank(self.num_ranks))
+        torchrun = self._spawn(
+            self.torchrun_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
+        )
+        try:
+            return self._watch(http, torchrun)
+        finally:
+            for process in (http, torchrun):
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    @staticmethod
+    def _watch(http: subprocess.Popen[bytes], torchrun: subprocess.Popen[bytes]) -> int:
+        told = 0
+        ending: float | None = None
+        while http.poll() is None or torchrun.poll() is None:
+            if signal.sigtimedwait(SIGNALS, 0.1):
+                told += 1
+                if http.poll() is None:
+                    http.send_signal(signal.SIGTERM)
+                if told > 1:
+                    torchrun.terminate()
+            one_left = http.poll() is not None or torchrun.poll() is not None
+            if one_left and ending is None:
+                ending = time.monotonic()
+                # After a drain the ranks end by themselves: torchrun must see them end with 0.
+                if torchrun.poll() is not None:
+                    http.terminate()
+                elif http.returncode:
+                    torchrun.terminate()
+            if ending is not None and time.monotonic() - ending > KILL_AFTER_S:
+                return 1
+        if told == 1 and not http.returncode:
+            return torchrun.returncode
+        return http.returncode or torchrun.returncode or 1
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+if __name__ == "__main__":
+    typer.run(command)

@@ -1,0 +1,179 @@
+"""A rank's share of a step: rows of the arena in, through the layer, rows of the arena out."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megamoe.layer import MoELayer
+from service import ipc
+from service.arena import Arena
+from service.batching import rank_rows
+from service.engine import Span
+
+if TYPE_CHECKING:
+    from megamoe.router import Router
+
+__all__ = ["Executor", "device_of"]
+
+
+def device_of(backend: str) -> str:
+    """Where this rank's tensors live; makes it torch's current device."""
+    if backend == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return device
+
+
+class Executor:
+    """A rank's share of a step."""
+
+    def __init__(self, layer: MoELayer, arena: Arena, router: Router | None, device: str) -> None:
+        self.layer = layer
+        self.router = router
+        self.device = device
+        self.spec = layer.spec
+        self.rank = layer.rank
+        self.num_ranks = layer.config.num_ranks
+        self.bytes = torch.frombuffer(arena.view, dtype=torch.uint8)
+        self.heartbeat = self._heartbeat_input()
+
+    def _heartbeat_input(self) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        ramp = torch.arange(spec.hidden, dtype=torch.float32) * 0.37 + self.rank
+        ids = (torch.arange(spec.topk) * spec.num_experts // spec.topk)[None].to(torch.int32)
+        weights = torch.full((1, spec.topk), 1.0 / spec.topk)
+        x = torch.sin(ramp)[None].to(torch.bfloat16)
+        return x.to(self.device), ids.to(self.device), weights.to(self.device)
+
+    def view(self, offset: int, rows: range, columns: int, dtype: torch.dtype) -> Tensor:
+        """Rows of a tensor in the arena, ``[len(rows), columns]``."""
+        width = columns * dtype.itemsize
+        begin, end = offset + rows.start * width, offset + rows.stop * width
+        return self.bytes[begin:end].view(dtype).view(len(rows), columns)
+
+    def run(self, plan: ipc.Plan) -> ipc.RankReport:
+        """Executes this rank's rows of a plan."""
+        spec, spans = self.spec, []
+        begun = time.monotonic()
+        parts: list[tuple[ipc.PlanItem, range]] = []
+        total = sum(item.num_tokens for item in plan.items)
+        mine = rank_rows(total, self.num_ranks, self.rank)
+        first = 0
+        for item in plan.items:
+            rows = range(max(mine.start, first), min(mine.stop, first + item.num_tokens))
+            if len(rows):
+                parts.append((item, range(rows.start - first, rows.stop - first)))
+            first += item.num_tokens
+        scale: Tensor | None = None
+        if plan.items:
+            hidden, scale, ids, weights = self._gather(parts, plan.fp8)
+        else:
+            hidden, ids, weights = self.heartbeat
+        gathered = time.monotonic()
+        self.layer.clear_counters()
+        y = self.layer.run(hidden if scale is None else (hidden, scale), ids, weights)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        ran = time.monotonic()
+        checksum = 0
+        if plan.items:
+            self._scatter(parts, y)
+        else:
+            checksum = zlib.crc32(y.cpu().view(torch.uint8).numpy().tobytes())
+        ended = time.monotonic()
+        for role, start, stop in (
+            ("gather", begun, gathered),
+            ("layer", gathered, ran),
+            ("scatter", ran, ended),
+        ):
+            spans.append(Span(self.rank, -1, role, (start - begun) * 1e6, (stop - start) * 1e6))
+        counters = self.layer.counters()
+        counts: list[int] = []
+        if plan.items:
+            flat = ids.flatten()
+            counts = torch.bincount(flat[flat >= 0], minlength=spec.num_experts).tolist()
+        return ipc.RankReport(
+            rank=self.rank,
+            step=plan.step,
+            kernel_s=ran - gathered,
+            num_tokens=hidden.shape[0],
+            checksum=checksum,
+            expert_counts=counts,
+            high_water=(counters.high_water_l1, counters.high_water_l2),
+            backpressure=(
+                counters.blocked.get("l1_empty", 0),
+                counters.blocked.get("l2_empty", 0),
+            ),
+            spans=spans,
+        )
+
+    def _gather(
+        self, parts: list[tuple[ipc.PlanItem, range]], fp8: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        spec = self.spec
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        hidden: list[Tensor] = []
+        scales: list[Tensor] = []
+        ids: list[Tensor] = []
+        weights: list[Tensor] = []
+        for item, rows in parts:
+            at = item.layout
+            x = self.view(at.hidden, rows, spec.hidden, dtype)
+            hidden.append(x)
+            if fp8:
+                scales.append(self.view(at.scales, rows, spec.hidden // 128, torch.float32))
+            item_ids = self.view(at.topk_ids, rows, spec.topk, torch.int32)
+            item_weights = self.view(at.topk_weights, rows, spec.topk, torch.float32)
+            if not item.routed:
+                self._route(x, scales[-1] if fp8 else None, item_ids, item_weights)
+            ids.append(item_ids)
+            weights.append(item_weights)
+
+        def join(tensors: list[Tensor], columns: int, of: torch.dtype) -> Tensor:
+            if not tensors:
+                return torch.empty((0, columns), dtype=of, device=self.device)
+            # One request's rows go to the layer where they lie.
+            whole = tensors[0] if len(tensors) == 1 else _concatenate(tensors)
+            return whole.to(self.device)
+
+        return (
+            join(hidden, spec.hidden, dtype),
+            join(scales, spec.hidden // 128, torch.float32) if fp8 else None,
+            join(ids, spec.topk, torch.int32),
+            join(weights, spec.topk, torch.float32),
+        )
+
+    def _route(self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor) -> None:
+        """Lets the layer's router choose.
+
+        One token at a time: a matrix product over more rows may round differently, and a request's
+        routes must not depend on its neighbours.
+        """
+        assert self.router is not None
+        if scales is not None:
+            wide = x.float().view(x.shape[0], -1, 128) * scales[:, :, None]
+            x = wide.view(x.shape).to(torch.bfloat16)
+        for row in range(x.shape[0]):
+            row_ids, row_weights = self.router(x[row : row + 1])
+            ids[row] = row_ids[0].to(torch.int32)
+            weights[row] = row_weights[0]
+
+    def _scatter(self, parts: list[tuple[ipc.PlanItem, range]], y: Tensor) -> None:
+        at = 0
+        for item, rows in parts:
+            out = self.view(item.layout.output, rows, self.spec.hidden, torch.bfloat16)
+            out.copy_(y[at : at + len(rows)])
+            at += len(rows)
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    if tensors[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([t.view(torch.uint8) for t in tensors]).view(torch.float8_e4m3fn)
+    return torch.cat(tensors)

@@ -1,0 +1,339 @@
+"""The thread of a rank that owns the layer and its sockets, and loops over steps.
+
+A step: rank 0 broadcasts a plan (offsets into the shared arena, nothing else), every rank runs its
+share of the rows and writes its rows of the output into the arena, rank 0 collects the reports and
+says done. When nothing waits, a heartbeat step of one fixed token per rank goes the same way, and
+must give the same bits every time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import zmq
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous as find_store
+
+from launcher.serving.executor import Executor, device_of
+from megamoe.errors import MegaMoeError, PeerTimeout
+from megamoe.layer import MoELayer, open_layer
+from service import ipc
+from service.arena import Arena
+from service.batching import StepQueue
+from service.engine import EngineFault, LayerInfo, StepRecord
+
+if TYPE_CHECKING:
+    from megamoe.layer import Backend
+    from megamoe.router import Router
+    from megamoe.spec import EpConfig, MoESpec
+    from megamoe.weights import ExpertWeights
+
+__all__ = ["RankOptions", "Shared", "Worker"]
+
+_log = logging.getLogger("megamoe.rank")
+WELCOME_LIMIT_S: Final = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """What a rank serves.
+
+    Attributes:
+        name: of the layer, for people.
+        spec: makes the layer's spec; it may read a checkpoint.
+        config: how the group runs it.
+        backend: see ``open_layer``.
+        experts: this rank's experts, given (rank, num_ranks).
+        router: makes the layer's router, or None.
+        run_dir: where the sockets lie.
+        heartbeat_s: idle time between heartbeat steps.
+    """
+
+    name: str
+    spec: Callable[[], MoESpec]
+    config: EpConfig
+    backend: Backend
+    experts: Callable[[int, int], Iterable[ExpertWeights]]
+    router: Callable[[], Router | None]
+    run_dir: Path
+    heartbeat_s: float
+
+
+class _StoreRendezvous:
+    """Exchange over torchrun's store, in JSON; nothing is pickled."""
+
+    def __init__(self, store: distributed_c10d.Store, rank: int, num_ranks: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._turn = 0
+
+    def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's value, by rank."""
+        self._turn += 1
+        self._store.set(f"megamoe/{self._turn}/{self.rank}", json.dumps(value))
+        return [
+            json.loads(self._store.get(f"megamoe/{self._turn}/{rank}"))
+            for rank in range(self.num_ranks)
+        ]
+
+
+@dataclass
+class Shared:
+    """What the main thread may know of the worker."""
+
+    group: str = ""
+    pids: list[int] = field(default_factory=list)
+    serving: bool = False
+    stopping: bool = False
+    code: int = 1
+
+
+def _rendezvous(rank: int, num_ranks: int) -> _StoreRendezvous:
+    store, _, _ = next(find_store("env://", rank, num_ranks))
+    return _StoreRendezvous(store, rank, num_ranks)
+
+
+class _Silent(MegaMoeError):
+    """A rank did not report."""
+
+    def __init__(self, rank: int, step: int, limit_s: float) -> None:
+        super().__init__(f"rank {rank} did not report step {step} within {limit_s:g} s")
+        self.rank = rank
+
+
+class Worker:
+    """The thread that owns the layer."""
+
+    def __init__(self, options: RankOptions, rank: int, num_ranks: int, shared: Shared) -> None:
+        self.options = options
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.shared = shared
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.checksum: int | None = None
+
+    def work(self) -> None:
+        """Runs until told to stop; ``shared.code`` is the exit status."""
+        try:
+            self._serve()
+            self.shared.code = 0
+        except PeerTimeout as error:
+            self._fault("timeout", error.record.peer, str(error), error.record.to_dict())
+        except _Silent as error:
+            self._fault("stuck", error.rank, str(error), None)
+        except MegaMoeError as error:
+            self._fault("error", self.rank, f"rank {self.rank}: {error}", None)
+        except Exception as error:  # noqa: BLE001 - the HTTP process must hear of it
+            _log.exception("rank %d failed", self.rank)
+            kind = type(error).__name__
+            self._fault("error", self.rank, f"rank {self.rank}: {kind}: {error}", None)
+        finally:
+            self.context.destroy(linger=500)
+
+    def _fault(self, kind: Any, rank: int, message: str, record: dict[str, Any] | None) -> None:
+        print(f"megamoe serve: {message}", file=sys.stderr, flush=True)
+        name = f"{self.shared.group}:{self.rank}:fault"
+        link = ipc.connect(self.context, ipc.engine_address(self.options.run_dir), name)
+        if self.shared.group:
+            fault = EngineFault(kind=kind, rank=rank, message=message, record=record)
+            link.send(ipc.encode(ipc.Fault(self.shared.group, fault)))
+        else:
+            link.send(ipc.encode(ipc.CannotStart(self.rank, message)))
+        link.close(linger=500)
+
+    def _serve(self) -> None:
+        options = self.options
+        rendezvous = _rendezvous(self.rank, self.num_ranks)
+        group = rendezvous.all_gather({"group": os.urandom(8).hex()})[0]["group"]
+        device = device_of(options.backend)
+        spec = options.spec()
+        with open_layer(
+            spec, options.config, backend=options.backend, rendezvous=rendezvous
+        ) as layer:
+            layer.load_weights(options.experts(self.rank, self.num_ranks))
+            router = options.router()
+            if router is not None and router.logits_fp32:
+                router = replace(router, weight=router.weight.float())
+            # Rank 0 binds before the others connect, and all meet before anybody says hello.
+            peers: zmq.Socket[bytes] | None = None
+            address = ipc.ranks_address(options.run_dir)
+            if self.rank == 0:
+                peers = ipc.bind(self.context, address)
+            rendezvous.all_gather({"loaded": True})
+            self.shared.group = group
+            engine = ipc.connect(
+                self.context, ipc.engine_address(options.run_dir), f"{group}:{self.rank}"
+            )
+            info = self._info(layer, router) if self.rank == 0 else None
+            hello = ipc.Hello(group, self.rank, self.num_ranks, os.getpid(), info)
+            engine.send(ipc.encode(hello))
+            if not engine.poll(int(WELCOME_LIMIT_S * 1000)):
+                raise MegaMoeError(f"no welcome from the HTTP process in {WELCOME_LIMIT_S:g} s")
+            welcome = ipc.decode_to_rank(engine.recv())
+            assert isinstance(welcome, ipc.Welcome)
+            self.shared.pids = welcome.pids
+            executor = Executor(layer, Arena.attach(welcome.arena), router, device)
+            if peers is not None:
+                self._coordinate(group, engine, peers, executor)
+            else:
+                self._follow(ipc.connect(self.context, address, str(self.rank)), executor)
+
+    def _info(self, layer: MoELayer, router: Router | None) -> LayerInfo:
+        spec, config = layer.spec, layer.config
+        return LayerInfo(
+            name=self.options.name,
+            hidden=spec.hidden,
+            inter=spec.inter,
+            num_experts=spec.num_experts,
+            topk=spec.topk,
+            num_shared=spec.num_shared,
+            num_ranks=self.num_ranks,
+            max_tokens=config.max_tokens,
+            weight_dtype=spec.weight_dtype,
+            has_router=router is not None,
+            backend=layer.backend,
+            ring_blocks=(config.ring_l1_blocks, config.ring_l2_blocks),
+        )
+
+    # -------------------------------------------------------------- ranks 1..R-1
+
+    def _follow(self, link: zmq.Socket[bytes], executor: Executor) -> None:
+        ready = ipc.RankReport(self.rank, 0, 0.0, 0, 0, [], (0, 0), (0, 0), [])
+        link.send(ipc.encode(ready))
+        self.shared.serving = True
+        step = 0
+        while True:
+            message = ipc.decode_plan(link.recv())
+            if isinstance(message, ipc.Stop):
+                self.shared.stopping = True
+                return
+            if message.step != step + 1:
+                raise MegaMoeError(
+                    f"plan of step {message.step} after step {step}: stale or replayed"
+                )
+            step = message.step
+            link.send(ipc.encode(self._checked(executor.run(message))))
+
+    # -------------------------------------------------------------- rank 0
+
+    def _coordinate(
+        self,
+        group: str,
+        engine: zmq.Socket[bytes],
+        peers: zmq.Socket[bytes],
+        executor: Executor,
+    ) -> None:
+        queue = StepQueue(self.num_ranks * executor.layer.config.max_tokens)
+        self._collect(peers, 0, WELCOME_LIMIT_S)
+        self.shared.serving = True
+        step, next_beat, stopping = 0, 0.0, False
+        while True:
+            wait_s = 0.0 if len(queue) or stopping else max(0.0, next_beat - time.monotonic())
+            stopping |= self._receive(group, engine, queue, wait_s)
+            batch, expired = queue.take(time.monotonic())
+            for submit in expired:
+                engine.send(ipc.encode(ipc.Dropped(group, submit.request, True)))
+            if not batch and stopping:
+                self.shared.stopping = True
+                self._broadcast(peers, ipc.Stop())
+                return
+            if not batch and time.monotonic() < next_beat:
+                continue
+            step += 1
+            self._step(group, engine, peers, executor, step, batch)
+            next_beat = time.monotonic() + self.options.heartbeat_s
+
+    @staticmethod
+    def _receive(group: str, engine: zmq.Socket[bytes], queue: StepQueue, wait_s: float) -> bool:
+        """Takes in what has come, after waiting for something to come; whether to stop."""
+        stopping = False
+        if wait_s and not engine.poll(int(wait_s * 1000) + 1):
+            return False
+        while engine.poll(0):
+            message = ipc.decode_to_rank(engine.recv())
+            if isinstance(message, ipc.Submit):
+                queue.put(message)
+            elif isinstance(message, ipc.Cancel):
+                if queue.cancel(message.request):
+                    engine.send(ipc.encode(ipc.Dropped(group, message.request, False)))
+            elif isinstance(message, ipc.Stop):
+                stopping = True
+        return stopping
+
+    def _step(
+        self,
+        group: str,
+        engine: zmq.Socket[bytes],
+        peers: zmq.Socket[bytes],
+        executor: Executor,
+        step: int,
+        batch: list[ipc.Submit],
+    ) -> None:
+        started = time.monotonic()
+        items = [ipc.PlanItem(s.request, s.num_tokens, s.routed, s.layout) for s in batch]
+        plan = ipc.Plan(step, bool(batch) and batch[0].fp8, items)
+        self._broadcast(peers, plan)
+        own = self._checked(executor.run(plan))
+        limit_s = 2 * self.options.config.timeout_s
+        reports = [own, *self._collect(peers, step, limit_s)]
+        reports.sort(key=lambda report: report.rank)
+        kernel_s = max(report.kernel_s for report in reports)
+        total = sum(report.num_tokens for report in reports)
+        water = [report.high_water for report in reports]
+        for submit in batch:
+            done = ipc.Done(group, submit.request, step, total, started, kernel_s, water)
+            engine.send(ipc.encode(done))
+        counts = [sum(column) for column in zip(*(r.expert_counts for r in reports), strict=True)]
+        record = StepRecord(
+            step=step,
+            num_requests=len(batch),
+            num_tokens=total,
+            queue_s=max((started - submit.submitted for submit in batch), default=0.0),
+            host_s=max(0.0, time.monotonic() - started - kernel_s),
+            kernel_s=kernel_s,
+            rank_tokens=tuple(report.num_tokens for report in reports),
+            expert_counts=tuple(counts),
+            high_water=tuple(water),
+            backpressure=tuple(report.backpressure for report in reports),
+            spans=tuple(span for report in reports for span in report.spans),
+        )
+        engine.send(ipc.encode(ipc.Stepped(group, record)))
+
+    def _broadcast(self, peers: zmq.Socket[bytes], message: ipc.Plan | ipc.Stop) -> None:
+        payload = ipc.encode(message)
+        for rank in range(1, self.num_ranks):
+            peers.send_multipart([str(rank).encode(), payload])
+
+    def _collect(self, peers: zmq.Socket[bytes], step: int, limit_s: float) -> list[ipc.RankReport]:
+        reports: dict[int, ipc.RankReport] = {}
+        deadline = time.monotonic() + limit_s
+        while len(reports) < self.num_ranks - 1:
+            left = deadline - time.monotonic()
+            if left <= 0 or not peers.poll(int(left * 1000) + 1):
+                missing = min(set(range(1, self.num_ranks)) - set(reports))
+                raise _Silent(missing, step, limit_s)
+            report = ipc.decode_report(peers.recv_multipart()[1])
+            if report.step == step:
+                reports[report.rank] = report
+        return list(reports.values())
+
+    def _checked(self, report: ipc.RankReport) -> ipc.RankReport:
+        """A heartbeat must give the same bits every time."""
+        if report.checksum:
+            if self.checksum is None:
+                self.checksum = report.checksum
+            elif report.checksum != self.checksum:
+                raise MegaMoeError(
+                    f"heartbeat of step {report.step} gave other bits than the first "
+                    f"({report.checksum:08x}, not {self.checksum:08x})"
+                )
+        return report
