@@ -1,17 +1,8 @@
 """Reads MoE layers out of Hugging Face checkpoints: ``config.json`` and safetensors.
 
-A family is a row of a table: how tensors are named, and which configuration fields say what. Only
-the tensors that are asked for are read, one at a time (safetensors maps files; pages that nobody
-reads stay on disk), so a rank touches its own experts and no others.
-
-Names that are understood, P being the layer's MoE prefix (``model.layers.N.mlp``):
-
-    P.gate.weight, P.gate.e_score_correction_bias       router
-    P.experts.E.{gate,up,down}_proj.weight              one tensor per projection of an expert
-    P.experts.E.{w1,w3,w2}.weight                       the same (Mixtral, DeepSeek-V4)
-    P.experts.gate_up_proj, P.experts.down_proj         fused over experts [E, 2I, H] and [E, H, I]
-    P.shared_experts.{gate,up,down}_proj.weight         shared experts, side by side
-    ….weight_scale_inv (fused: …_scale_inv)             FP32 [rows/128, columns/128] of e4m3 weights
+What tensors are called is in ``megamoe/families.py``. Only the tensors that are asked for are read,
+one at a time (safetensors maps files; pages that nobody reads stay on disk), so a rank touches its
+own experts and no others.
 """
 
 from __future__ import annotations
@@ -27,21 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamoe.errors import CheckpointError
-from megamoe.router import (
-    Router,
-    deepseek_v4_router,
-    mixtral_router,
-    qwen_router,
-    sigmoid_router,
-)
+from megamoe.families import Config, Names, family_of
+from megamoe.router import Router
 from megamoe.spec import GROUP, MoESpec, WeightDtype
 
-__all__ = ["FAMILIES", "PROJECTIONS", "Checkpoint", "Projection", "StoredWeight"]
+__all__ = ["PROJECTIONS", "Checkpoint", "Projection", "StoredWeight"]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: Final[tuple[Projection, ...]] = ("gate", "up", "down")
-
-Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,98 +34,6 @@ class StoredWeight:
 
     weight: Tensor
     scale: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Names:
-    """How tensors of a layer are called: ``prefix`` with its number, and what follows it."""
-
-    prefix: str
-    gate: str
-    up: str
-    down: str
-    bias: str
-
-    @classmethod
-    def proj(cls, prefix: str) -> _Names:
-        return cls(prefix, "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
-
-    @classmethod
-    def w123(cls, prefix: str) -> _Names:
-        return cls(prefix, "w1", "w3", "w2", "gate.bias")
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What one ``model_type`` calls things.
-
-    Attributes:
-        names: spellings in use; a layer has the first whose router it finds.
-        router: builds the router from configuration, weight and bias.
-        layers: which layers are MoE.
-        inter: configuration field of I.
-        bias: the router has a correction bias.
-    """
-
-    names: tuple[_Names, ...]
-    router: Callable[[Config, Tensor, Tensor | None], Router]
-    layers: Callable[[Config], list[int]]
-    inter: str = "moe_intermediate_size"
-    bias: bool = True
-
-
-def _layers_after_dense(config: Config) -> list[int]:
-    count = config["num_hidden_layers"]
-    if types := config.get("mlp_layer_types"):
-        return [n for n, kind in enumerate(types[:count]) if kind != "dense"]
-    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    return [n for n in range(first, count) if n % step == 0]
-
-
-def _layers_qwen(config: Config) -> list[int]:
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    count = config["num_hidden_layers"]
-    return [n for n in range(count) if n not in dense and (n + 1) % step == 0]
-
-
-def _layers_all(config: Config) -> list[int]:
-    return list(range(config["num_hidden_layers"]))
-
-
-_MLP: Final = _Names.proj("model.layers.{}.mlp")
-_DEEPSEEK: Final = _Family((_MLP,), sigmoid_router, _layers_after_dense)
-
-FAMILIES: Final[dict[str, _Family]] = {
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "glm_moe_dsa": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
-    "qwen3_moe": _Family((_MLP,), qwen_router, _layers_qwen, bias=False),
-    "mixtral": _Family(
-        names=(_Names.w123("model.layers.{}.block_sparse_moe"), _MLP),
-        router=mixtral_router,
-        layers=_layers_all,
-        inter="intermediate_size",
-        bias=False,
-    ),
-    "deepseek_v4": _Family(
-        names=(_Names.w123("layers.{}.ffn"), _Names.w123("model.layers.{}.ffn"), _MLP),
-        router=deepseek_v4_router,
-        layers=_layers_all,
-    ),
-}
-"""Families by ``model_type``."""
-
-_GATED_SHARED: Final = (
-    "its shared expert is scaled by a learned gate per token (shared_expert_gate), which this "
-    "layer cannot represent"
-)
-_REJECTED: Final = {
-    "qwen2_moe": _GATED_SHARED,
-    "qwen3_next": _GATED_SHARED,
-    "gpt_oss": "its experts have biases and MXFP4 weights",
-}
 
 
 class Checkpoint:
@@ -158,7 +50,7 @@ class Checkpoint:
         self.path = path
         self.config = config
         self._files = files
-        self._family = _family(config, path)
+        self._family = family_of(config, path)
         try:
             self.moe_layers: tuple[int, ...] = tuple(self._family.layers(config))
         except KeyError as error:
@@ -328,7 +220,7 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ names
 
-    def _names(self, layer: int) -> tuple[_Names, str]:
+    def _names(self, layer: int) -> tuple[Names, str]:
         """The spelling that this layer uses, and its prefix."""
         self._need_moe(layer)
         for names in self._family.names:
@@ -369,19 +261,6 @@ class Checkpoint:
 def _shape(spec: MoESpec, projection: Projection, experts: int) -> tuple[int, int]:
     inter = spec.inter * experts
     return (spec.hidden, inter) if projection == "down" else (inter, spec.hidden)
-
-
-def _family(config: Config, path: Path) -> _Family:
-    kind = config.get("model_type")
-    if kind in _REJECTED:
-        raise CheckpointError(f"{path} is a {kind} checkpoint: {_REJECTED[kind]}")
-    if kind not in FAMILIES:
-        raise CheckpointError(
-            f"{path}/config.json has model_type {kind!r}; known are {', '.join(sorted(FAMILIES))}"
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{path} has hidden_act {config['hidden_act']!r}; only silu is known")
-    return FAMILIES[kind]
 
 
 def _quantized(config: Config, path: Path) -> bool:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megamoe.checkpoint import FAMILIES, Checkpoint
+from megamoe.checkpoint import Checkpoint
 from megamoe.errors import CheckpointError, SpecError
+from megamoe.families import FAMILIES
 from megamoe.reference.quant import quantize_128x128
 from megamoe.weights import iter_local_experts
 
