@@ -242,7 +242,9 @@ def _stage(
         )
     reads = tuple(dict.fromkeys(t for c in calls for t in c.inputs if t not in made))
     attrs = {f"{c.kind}.{key}": value for c in reversed(calls) for key, value in c.attrs}
-    writes = tuple(t for t in operands.values() if t in wanted | cached)
+    # A body stores every result that it has a slot for; the BF16 norm alone only on demand.
+    on_demand = {operands.get("normed")} - wanted - cached
+    writes = tuple(t for t in operands.values() if t in made - on_demand)
     return Stage(name, body.opcode, operands, attrs, reads, writes)
 
 
