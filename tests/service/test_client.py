@@ -45,7 +45,7 @@ def test_metadata(client):
     assert model["name"] == "moe"
     assert model["versions"] == ["1"]
     assert model["inputs"][0]["shape"] == [-1, LAYER.hidden]
-    assert [t["name"] for t in model["outputs"]][0] == "output"
+    assert model["outputs"][0]["name"] == "output"
 
 
 @pytest.mark.parametrize("n", [1, 7, LAYER.capacity])
