@@ -79,7 +79,8 @@ def scaled_weight(w: Tensor, scales: Tensor) -> Tensor:
     if scales.shape != (-(-n // GROUP), k // GROUP):
         raise InputError(f"scales {tuple(scales.shape)} do not fit a weight {tuple(w.shape)}")
     rows = scales.double().repeat_interleave(GROUP, 0)[:n]
-    return (w.double().unflatten(1, (-1, GROUP)) * rows.unsqueeze(-1)).flatten(1)
+    values: Tensor = w.double().unflatten(1, (-1, GROUP)) * rows.unsqueeze(-1)
+    return values.flatten(1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
