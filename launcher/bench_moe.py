@@ -1,12 +1,14 @@
 """``megamoe bench moe``: the layer's time beside what runs the same work without it.
 
 Every contender is checked against the oracle on a sample of tokens before it is timed; one that is
-wrong gets no time, and the exit code is 1. Results are rows of the schema that ``results.py``
-describes.
+wrong gets no time, and the exit code is 1. Figures that a machine cannot give are null, and the
+row's ``reasons`` say why.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_CONTENDERS: Final = ("hf_grouped_mm", "hf_eager")
+_CONTENDERS: Final = ("hf_grouped_mm", "hf_eager", "hf_eager_fp32")
 
 
 def command(
@@ -69,6 +71,9 @@ def command(
     ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     calls: Annotated[int, typer.Option(min=1, help="Timed calls in a turn.")] = 10,
+    turn_s: Annotated[
+        float, typer.Option("--turn-seconds", help="A turn ends early after so many seconds.")
+    ] = 10.0,
     sample: Annotated[
         int, typer.Option(min=1, help="Tokens per rank that are compared with the oracle.")
     ] = 4,
@@ -94,6 +99,7 @@ def command(
             workers=workers,
             rounds=rounds,
             calls=calls,
+            turn_s=turn_s,
             sample=sample,
             seed=seed,
             backend=cast("Backend", backend),
@@ -130,21 +136,40 @@ def _against(names: list[str] | None) -> list[str]:
 
 
 def _bench(group: Group, options: BenchOptions, output: Path | None, *, as_json: bool) -> int:
-    from launcher import moe_rows, results
+    from launcher import moe_rows
+    from launcher.meta import run_meta
 
     with progress(shown=group.first and not as_json) as bar:
         rows, backend, device = moe_rows.bench(group, options, bar)
     ok = all(row["ok"] for row in rows)
     if group.first:
         typed = " ".join(["megamoe bench moe", f"--ranks {group.num_ranks}", *sys.argv[1:]])
-        found = {"meta": results.meta(typed, backend=backend, device=device), "rows": rows}
+        meta = run_meta(
+            command=typed, backend=backend, device=device, transformers=_version("transformers")
+        )
+        found = {"meta": meta, "rows": rows}
         if output is not None:
-            results.write(output, found)
+            _write(output, found)
         if as_json:
             print_json(found)
         else:
             _print(found, output)
     return 0 if ok else EXIT_WRONG
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """In one step, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.replace(path)
 
 
 def _print(found: dict[str, Any], output: Path | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from launcher import bench_moe, demo, plan, run
+from launcher import bench_moe, demo, doctor, plan, run, serve, stress
 
 __all__ = ["app"]
 
@@ -20,6 +20,9 @@ app = typer.Typer(
 )
 app.command("run")(run.command)
 app.command("demo")(demo.command)
+app.command("serve")(serve.command)
+app.command("stress")(stress.command)
+app.command("doctor")(doctor.command)
 app.add_typer(plan.app, name="plan")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)

@@ -6,9 +6,9 @@ collective; a rank that has no part in the work returns at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights, random_expert, random_experts
 
 __all__ = [
+    "HF_CONTENDERS",
     "Batch",
     "Contender",
     "HfExperts",
@@ -130,16 +131,27 @@ class OurLayer:
         return self._batch
 
 
+HF_CONTENDERS: Final = {
+    "hf_grouped_mm": ("grouped_mm", torch.bfloat16),
+    "hf_eager": ("eager", torch.bfloat16),
+    "hf_eager_fp32": ("eager", torch.float32),
+}
+"""Contenders on CPU ranks: transformers' experts implementation, and the dtype it runs in.
+
+CPUs without BF16 instructions emulate them, so the fastest of transformers may be FP32 there.
+"""
+
+
 class HfExperts:
-    """The experts of Hugging Face's Qwen3 MoE block, BF16, in rank 0 on all ranks' cores.
+    """The experts of Hugging Face's Qwen3 MoE block, in rank 0 on all ranks' cores.
 
     It gets the tokens of all ranks at once, with their routes, so its time holds no router either.
     """
 
-    def __init__(self, group: Group, implementation: str, weights: HfWeights) -> None:
-        self.name = f"hf_{implementation}"
+    def __init__(self, group: Group, name: str, weights: HfWeights) -> None:
+        self.name = name
         self._group = group
-        self._implementation = implementation
+        self._implementation, self._dtype = HF_CONTENDERS[name]
         self._weights = weights
         self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
         self._batch: Batch | None = None
@@ -155,14 +167,14 @@ class HfExperts:
         ]
         x, idx, weight = parts
         if x is not None and idx is not None and weight is not None:
-            self._inputs = (x, idx, weight.bfloat16())
+            self._inputs = (x.to(self._dtype), idx, weight.to(self._dtype))
         self._batch = batch
 
     def call(self) -> Tensor | None:
-        """BF16 [sum T, H] on rank 0."""
+        """[sum T, H] on rank 0."""
         if self._inputs is None:
             return None
-        module = self._weights.module
+        module = self._weights.modules[self._dtype]
         module.config._experts_implementation = self._implementation
         with torch.inference_mode():
             y: Tensor = module(*self._inputs)
@@ -185,20 +197,20 @@ class HfExperts:
 
 
 class HfWeights:
-    """The module of ``HfExperts`` with the layer's weights in BF16, on rank 0; made once."""
+    """Modules of ``HfExperts`` with the layer's weights, one per dtype, on rank 0; made once.
 
-    def __init__(self, group: Group) -> None:
+    Attributes:
+        modules: on rank 0, after ``load``.
+    """
+
+    def __init__(self, group: Group, names: Sequence[str]) -> None:
         self._group = group
-        self._module: Any = None
+        self._dtypes = {HF_CONTENDERS[name][1] for name in names}
+        self.modules: dict[torch.dtype, Any] = {}
         self._loaded = False
 
-    @property
-    def module(self) -> Any:
-        """The module; on rank 0, after ``load``."""
-        return self._module
-
     def load(self, batch: Batch) -> None:
-        """Collective: builds the module and fills it from every rank's experts."""
+        """Collective: builds the modules and fills them from every rank's experts."""
         spec = batch.spec
         if spec.swiglu_clamp is not None:
             raise Unavailable("its SwiGLU has no clamp")
@@ -209,18 +221,19 @@ class HfWeights:
         if self._group.first:
             # The other ranks wait while it runs: it gets their cores.
             torch.set_num_threads(cores_per_rank(1))
-            self._module = _hf_module(spec)
+            self.modules = {dtype: _hf_module(spec, dtype) for dtype in self._dtypes}
         for global_id, expert in gather_experts(self._group, spec, batch.seed):
             for name, w, scale in (
                 ("gate_up_proj", expert.w1, expert.w1_scale),
                 ("down_proj", expert.w2, expert.w2_scale),
             ):
-                to = getattr(self._module, name).data[global_id]
-                to.copy_(w if scale is None else dequantize_128x128(w, scale))
+                plain = w if scale is None else dequantize_128x128(w, scale)
+                for module in self.modules.values():
+                    getattr(module, name).data[global_id].copy_(plain)
         self._loaded = True
 
 
-def _hf_module(spec: MoESpec) -> Any:
+def _hf_module(spec: MoESpec, dtype: torch.dtype) -> Any:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -231,7 +244,7 @@ def _hf_module(spec: MoESpec) -> Any:
         num_experts_per_tok=spec.topk,
     )
     with torch.device("meta"):
-        module = Qwen3MoeExperts(config).to(torch.bfloat16)
+        module = Qwen3MoeExperts(config).to(dtype)
     return module.to_empty(device="cpu")
 
 

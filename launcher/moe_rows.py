@@ -18,10 +18,7 @@ from megamoe.layer import Backend, MoELayer, open_layer
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.weights import ExpertWeights, random_experts
 
-__all__ = ["HF_IMPLEMENTATIONS", "BenchOptions", "bench"]
-
-HF_IMPLEMENTATIONS: Final = {"hf_grouped_mm": "grouped_mm", "hf_eager": "eager"}
-"""Contenders on CPU ranks, and what transformers calls their experts implementation."""
+__all__ = ["BenchOptions", "bench"]
 
 _MEMORY_MARGIN: Final = 1.2
 _GPU_ONLY: Final = (
@@ -43,12 +40,13 @@ class BenchOptions:
         spec: the layer, without shared experts.
         tokens: token counts per rank as ``tokens_per_rank`` reads them.
         routing: routings as ``route`` reads them.
-        against: keys of HF_IMPLEMENTATIONS.
+        against: keys of HF_CONTENDERS.
         block_m: rows of a ring block.
         ring_blocks: blocks of each ring; 0 for the recommendation.
         workers: CPU threads per rank; 0 shares out the cores.
         rounds: turns of each contender.
         calls: timed calls in a turn.
+        turn_s: seconds after which a turn ends early.
         sample: tokens per rank that are compared with the oracle.
         seed: of weights, activations and routes.
         backend: of the layer.
@@ -64,6 +62,7 @@ class BenchOptions:
     workers: int
     rounds: int
     calls: int
+    turn_s: float
     sample: int
     seed: int
     backend: Backend
@@ -97,9 +96,9 @@ def bench(
     with layer:
         weight_bytes = _load(group, layer, options, meter, bar)
         ours = OurLayer(group, layer)
-        weights = HfWeights(group)
         names = options.against if group.device == "cpu" else ()
-        others = [HfExperts(group, HF_IMPLEMENTATIONS[name], weights) for name in names]
+        weights = HfWeights(group, names)
+        others = [HfExperts(group, name, weights) for name in names]
         turns = len(options.tokens) * len(options.routing) * (1 + len(others)) * options.rounds
         task = bar.add_task("timing", total=turns)
         for of_ranks in counts:
@@ -212,7 +211,12 @@ def _row(
             reasons[contender.name] = "wrong: " + verdicts[contender.name].problem
     layer.clear_counters()
     measured = take_turns(
-        group, calls, rounds=options.rounds, calls_per_round=options.calls, on_round=on_round
+        group,
+        calls,
+        rounds=options.rounds,
+        calls_per_round=options.calls,
+        turn_s=options.turn_s,
+        on_round=on_round,
     )
     counters = group.gather(layer.counters())
     spread = skew(group.gather(batch.topk_idx.cpu()), batch.spec)

@@ -6,6 +6,7 @@ rings, the smallest ones, and rings that hold everything a rank could receive in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -21,7 +22,7 @@ from launcher.console import (
     table,
 )
 from megamoe.errors import SpecError
-from megamoe.spec import MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
+from megamoe.spec import ATTENTION_MODELS, MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,12 +60,18 @@ def moe(
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens per rank and call.")] = 8192,
     ranks: Annotated[str, typer.Option(help="EP sizes, like 1,2,4,8.")] = "1,2,4,8",
     block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 128,
+    backend: Annotated[
+        str, typer.Option(help="Whose recommendations fill the zeros: cpu or cuda.")
+    ] = "cuda",
     ring_l1: Annotated[int, typer.Option(min=0, help="Blocks of the L1 ring; 0: recommended.")] = 0,
     ring_l2: Annotated[int, typer.Option(min=0, help="Blocks of the L2 ring; 0: recommended.")] = 0,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Symmetric memory of an MoE layer by region and EP size."""
+    """Symmetric memory of an MoE layer by region and EP size.
+
+    Signals grow a little with the SMs or threads that a session finds; all else is exact.
+    """
     with errors_to_exit(debug=debug):
         spec = _spec(model, hidden, inter, experts, topk, shared, weight_dtype)
         sizes = _sizes(ranks)
@@ -77,7 +84,7 @@ def moe(
                 ring_l1_blocks=ring_l1,
                 ring_l2_blocks=ring_l2,
             )
-            plans.append(plan_moe(spec, config))
+            plans.append(plan_moe(spec, config, backend))
         if as_json:
             print_json({"model": model, "tokens": tokens, "block_m": block_m, "plans": plans})
             return
@@ -85,17 +92,66 @@ def moe(
         stdout.print(_table(f"{name}, at most {tokens} tokens per rank", plans))
 
 
-def plan_moe(spec: MoESpec, config: EpConfig) -> dict[str, Any]:
+@app.command("attention-pre")
+def attention_pre(
+    model: Annotated[
+        str, typer.Option(help=f"A published layer: {', '.join(ATTENTION_MODELS)}.")
+    ] = "glm-5.2",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 16,
+    new: Annotated[int, typer.Option(min=1, help="New tokens per request.")] = 1,
+    kv: Annotated[int, typer.Option(min=1, help="Keys per request, new tokens included.")] = 8192,
+    workers: Annotated[int, typer.Option(min=1, help="Resident CTAs: SMs of the GPU.")] = 132,
+    tiles: Annotated[
+        str, typer.Option(help="auto: cut for the workers; seed: the published cut for 148 SMs.")
+    ] = "auto",
+    queue: Annotated[
+        str,
+        typer.Option(
+            help="auto (the static one that simulates faster), round_robin, list or dynamic."
+        ),
+    ] = "auto",
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Instructions of the attention-pre megakernel: tasks, events, queues, metadata."""
+    with errors_to_exit(debug=debug):
+        if model not in ATTENTION_MODELS:
+            raise SpecError(f"--model {model}: must be one of {', '.join(ATTENTION_MODELS)}")
+        for option, given, allowed in (
+            ("tiles", tiles, ("auto", "seed")),
+            ("queue", queue, ("auto", "round_robin", "list", "dynamic")),
+        ):
+            if given not in allowed:
+                raise SpecError(f"--{option} {given}: must be one of {', '.join(allowed)}")
+        from megamoe.attention_pre.graphs import attention_pre_graph
+        from megamoe.attention_pre.plan import Planner, summarize
+        from megamoe.attention_pre.tiling import Batch, seed_tiles
+
+        planner = Planner(
+            attention_pre_graph(ATTENTION_MODELS[model]),
+            workers,
+            tiles=seed_tiles() if tiles == "seed" else None,
+            queue=cast("Any", queue),
+        )
+        found = summarize(planner.plan(Batch(((new, kv),) * requests)))
+        if as_json:
+            print_json({"model": model, **found})
+        else:
+            _print_attention_pre(model, found)
+
+
+def plan_moe(spec: MoESpec, config: EpConfig, backend: str) -> dict[str, Any]:
     """Bytes of a rank's window by region, and totals under other rings.
 
     Args:
         spec: the layer.
         config: zeros are replaced by recommendations.
+        backend: whose recommendations: ``"cpu"`` or ``"cuda"``.
 
     Raises:
         SpecError: settings that no group could run.
     """
-    chosen = config.resolved(spec)
+    chosen = _recommend(backend)(spec, config)
     regions, total = _regions(spec, chosen)
     most = chosen.max_blocks(spec)
     minimum = replace(config, ring_l1_blocks=1, ring_l2_blocks=1, wave_blocks=1, l2_lag_blocks=0)
@@ -115,6 +171,16 @@ def plan_moe(spec: MoESpec, config: EpConfig) -> dict[str, Any]:
         "window_bytes_full_rings": _regions(spec, full.resolved(spec))[1],
         "weight_bytes": local * expert_bytes(spec),
     }
+
+
+def _recommend(backend: str) -> Callable[[MoESpec, EpConfig], EpConfig]:
+    if backend == "cuda":
+        from megamoe.backends.cuda import cuda_config
+
+        return cuda_config
+    if backend == "cpu":
+        return lambda spec, config: config.resolved(spec)
+    raise SpecError(f"--backend {backend}: must be cpu or cuda")
 
 
 def _regions(spec: MoESpec, config: EpConfig) -> tuple[dict[str, int], int]:
@@ -188,3 +254,41 @@ def _table(title: str, plans: list[dict[str, Any]]) -> Table:
     row("full", *(str(p["full_ring_blocks"]) for p in plans))
     row("wave blocks", *(str(p["wave_blocks"]) for p in plans))
     return shown
+
+
+def _print_attention_pre(model: str, found: dict[str, Any]) -> None:
+    queues = found["queues"]
+    shape = " × ".join(map(str, found["instruction_tensor"]))
+    tasks = table(f"{model}: {found['rows']} rows, tiles {found['tiles']}", "stage", "tasks")
+    for stage, count in found["tasks_per_stage"].items():
+        tasks.add_row(stage, str(count))
+    tasks.add_section()
+    tasks.add_row("all", str(found["tasks"]))
+    stdout.print(tasks)
+    events = table("events", "label", "threshold", "producers", "consumers", "count")
+    for kind in found["event_kinds"]:
+        events.add_row(
+            *(str(kind[k]) for k in ("label", "threshold", "producers", "consumers")),
+            str(kind["count"]),
+        )
+    stdout.print(events)
+    passes = table("passes", "pass", "figure", "before", "after", "shrink")
+    for one in found["passes"]:
+        for name in one["before"] | one["after"]:
+            before, shrink = one["before"].get(name, ""), one["shrink"].get(name)
+            passes.add_row(
+                one["pass"],
+                name,
+                str(before),
+                str(one["after"].get(name, "")),
+                f"{shrink:.1f}×" if shrink else "",
+            )
+    stdout.print(passes)
+    stdout.print(
+        f"{found['events']} events, {found['counters']} counters; {queues['kind']} queues, depth "
+        f"{queues['depth']}; instruction tensor [{shape}]; "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in found["bytes"].items()),
+        soft_wrap=True,
+    )
+    estimates = ", ".join(f"{k} {us:.1f} µs" for k, us in found["estimates_us"].items())
+    stdout.print(f"simulated: {estimates}", soft_wrap=True)

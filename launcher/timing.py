@@ -7,6 +7,7 @@ machine hits all of them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,8 @@ def take_turns(
     *,
     rounds: int,
     calls_per_round: int,
-    warmup: int = 2,
+    warmup: int = 1,
+    turn_s: float = math.inf,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
     """Collective: times every contender, turn by turn.
@@ -64,6 +66,7 @@ def take_turns(
         rounds: turns of each contender.
         calls_per_round: calls in one turn.
         warmup: calls before each turn that are not counted.
+        turn_s: a turn ends early once its counted calls took so many seconds.
         on_round: called after each turn, for progress.
 
     Returns:
@@ -72,12 +75,16 @@ def take_turns(
     durations: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
+            spent = 0.0
             for i in range(warmup + calls_per_round):
-                group.barrier()
+                # Ranks meet, and agree whether to go on.
+                if max(group.gather(spent)) > turn_s:
+                    break
                 start = time.perf_counter()
                 call()
                 if i >= warmup:
                     durations[name].append(time.perf_counter() - start)
+                    spent += durations[name][-1]
             on_round()
     by_rank = group.gather(durations)
     return {
