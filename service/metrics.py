@@ -217,7 +217,8 @@ class Metrics:
     """All metrics of one service, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        disable_created_metrics()  # twice the series for a time that nobody asks for
+        # Twice the series, for times that nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self.gpu = _GpuCollector()
         self.energy = _EnergyWindow()

@@ -327,7 +327,8 @@ class RemoteEngine:
             return
         if isinstance(message, ipc.CannotStart):
             self._reason, self._failed = message.message, True
-            self._on_fatal(message.message)
+            if self._generation == 0:  # a later group may have lost a peer: torchrun tries again
+                self._on_fatal(message.message)
             return
         group = self._group
         if group is None or message.group != group.id:

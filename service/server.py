@@ -149,10 +149,13 @@ class HttpProcess:
     def give_up(self, reason: str) -> None:
         """Ends with a failure: no restart of the ranks can help."""
         _log.error("giving up: %s", reason)
-        self.cut_short()
+        self.exit_code = EXIT_CUT_SHORT
+        self.dashboard.closing.set()
+        self.server.should_exit = True
 
     def cut_short(self) -> None:
         """Ends now, with a failure."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # tasks are cut off
         self.exit_code = EXIT_CUT_SHORT
         self.dashboard.closing.set()
         self.server.should_exit = self.server.force_exit = True
@@ -193,8 +196,10 @@ def run(config: ServiceConfig, run_dir: Path, follow_pid: int | None = None) -> 
             try:
                 return asyncio.run(HttpProcess(config, run_dir, follow_pid).main(sock))
             finally:
-                for name in ("engine.sock", "address", "http.pid", "http.lock"):
+                for name in ("engine.sock", "ranks.sock", "address", "http.pid", "http.lock"):
                     (run_dir / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    run_dir.rmdir()
     except BlockingIOError:
         _log.error("another service uses %s: choose another --run-dir", run_dir)
         return EXIT_SETTING

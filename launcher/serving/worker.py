@@ -75,15 +75,15 @@ class _StoreRendezvous:
         self.rank = rank
         self.num_ranks = num_ranks
         self._turn = 0
+        # The store outlives a group: what a former one wrote must not be read.
+        self._prefix = f"megamoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's value, by rank."""
         self._turn += 1
-        self._store.set(f"megamoe/{self._turn}/{self.rank}", json.dumps(value))
-        return [
-            json.loads(self._store.get(f"megamoe/{self._turn}/{rank}"))
-            for rank in range(self.num_ranks)
-        ]
+        prefix = f"{self._prefix}/{self._turn}"
+        self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{prefix}/{r}")) for r in range(self.num_ranks)]
 
 
 @dataclass
@@ -103,10 +103,10 @@ def _rendezvous(rank: int, num_ranks: int) -> _StoreRendezvous:
 
 
 class _Silent(MegaMoeError):
-    """A rank did not report."""
+    """A rank does not answer."""
 
-    def __init__(self, rank: int, step: int, limit_s: float) -> None:
-        super().__init__(f"rank {rank} did not report step {step} within {limit_s:g} s")
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
         self.rank = rank
 
 
@@ -311,7 +311,10 @@ class Worker:
     def _broadcast(self, peers: zmq.Socket[bytes], message: ipc.Plan | ipc.Stop) -> None:
         payload = ipc.encode(message)
         for rank in range(1, self.num_ranks):
-            peers.send_multipart([str(rank).encode(), payload])
+            try:
+                peers.send_multipart([str(rank).encode(), payload])
+            except zmq.ZMQError:
+                raise _Silent(f"rank {rank} is gone", rank) from None
 
     def _collect(self, peers: zmq.Socket[bytes], step: int, limit_s: float) -> list[ipc.RankReport]:
         reports: dict[int, ipc.RankReport] = {}
@@ -320,7 +323,8 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0 or not peers.poll(int(left * 1000) + 1):
                 missing = min(set(range(1, self.num_ranks)) - set(reports))
-                raise _Silent(missing, step, limit_s)
+                message = f"rank {missing} did not report step {step} within {limit_s:g} s"
+                raise _Silent(message, missing)
             report = ipc.decode_report(peers.recv_multipart()[1])
             if report.step == step:
                 reports[report.rank] = report

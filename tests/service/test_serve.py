@@ -5,10 +5,8 @@ One service lives through the faults in turn, as a deployed one would; each test
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
 
 from tests.service.served import (
     BIG_SHAPE,
@@ -183,6 +182,26 @@ def test_processes_and_files_are_private(served):
         assert all("(deleted)" in line for line in lines if "/dev/shm/" in line)
 
 
+def test_under_torchrun_with_the_smallest_rings_beside_another_service(client):
+    """The same bits as from roomy rings; a third service that wants its port is told so."""
+    with Served("--ring-blocks", "1", "--timeout", "20", direct=True) as served:
+        served.wait_ready()
+        argv = [sys.executable, "-m", "launcher.serve", "--random", "hidden=128,inter=128,"
+                "experts=2,topk=1", "--ranks", "1", "--port", str(served.port)]  # fmt: skip
+        third = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert third.returncode == 2
+        assert f"cannot listen on 127.0.0.1:{served.port}" in third.stderr
+        case = make_tokens(128, seed=3)
+        with served.client() as mine:
+            tight = output_bits(mine, *case)
+        assert served.metric("megamoe_ring_backpressure_events_total") > 0
+        same(output_bits(client, *case), tight)  # the other service on this machine
+        served.signal(signal.SIGTERM)
+        served.wait_exit(40)
+        assert "draining" in served.text()
+        served.assert_nothing_left()
+
+
 # ---------------------------------------------------------------- faults of ranks
 
 
@@ -335,33 +354,6 @@ def test_a_second_sigterm_does_not_wait(slow_service):
     slow_service.assert_nothing_left()
 
 
-def test_under_torchrun_with_the_smallest_rings_and_a_port_of_its_own():
-    """The same bits as any other group, beside a second HTTP process that wants its port."""
-    with Served("--ring-blocks", "1", "--timeout", "20", direct=True) as served:
-        served.wait_ready()
-        with socket.socket() as taken:
-            assert taken.connect_ex(("127.0.0.1", served.port)) == 0
-        argv = [sys.executable, "-m", "launcher.serve", "--random", "hidden=128,inter=128,"
-                "experts=2,topk=1", "--ranks", "1", "--port", str(served.port)]  # fmt: skip
-        second = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 2
-        assert f"cannot listen on 127.0.0.1:{served.port}" in second.stderr
-        case = make_tokens(128, seed=3)
-        with served.client() as client:
-            tight = output_bits(client, *case)
-        assert served.metric("megamoe_ring_backpressure_events_total") > 0
-        with Served() as roomy:  # two services on one machine
-            roomy.wait_ready()
-            with roomy.client() as client:
-                same(output_bits(client, *case), tight)
-            with served.client() as client:
-                same(output_bits(client, *case), tight)
-        served.signal(signal.SIGTERM)
-        served.wait_exit(40)
-        assert "draining" in served.text()
-        served.assert_nothing_left()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -373,14 +365,17 @@ def test_under_torchrun_with_the_smallest_rings_and_a_port_of_its_own():
         (("--drain", "60"), "drain_s = 60"),
     ],
 )
-def test_bad_settings_end_before_anything_starts(options, said):
-    argv = [sys.executable, "-m", "launcher.serve", "--random", "hidden=256,inter=128,"
-            "experts=8,topk=2", "--port", "0", *options]  # fmt: skip
-    env = {**os.environ, "COLUMNS": "200"}
-    ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_bad_settings_end_before_anything_starts(options, said, monkeypatch):
+    from launcher.cli import app
+
+    def spawned(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", spawned)
+    argv = ["serve", "--random", "hidden=256,inter=128,experts=8,topk=2", "--port", "0"]
+    ended = CliRunner().invoke(app, [*argv, *options])
+    assert ended.exit_code == 2
+    assert said in " ".join(ended.output.split())
 
 
 def test_a_window_that_does_not_fit_says_how_many_bytes():
