@@ -67,14 +67,14 @@ class GroupRendezvous:
     """Exchange over a ``torch.distributed`` process group (gloo or NCCL)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 
     def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's value, by rank."""
         out: list[dict[str, Any] | None] = [None] * self.num_ranks
-        dist.all_gather_object(out, value, group=self._group)
+        dist.all_gather_object(out, value, group=self.group)
         return [v for v in out if v is not None]
 
 

@@ -1,0 +1,28 @@
+// Tensor maps: opaque on the device, encoded by the host with cuTensorMapEncodeTiled.
+#pragma once
+
+#include "device/ptx.cuh"
+
+namespace megamoe {
+
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
+namespace ptx {
+
+// A 2D box whose first element is (x, y); 128-byte rows land swizzled in shared memory.
+MEGAMOE_DEVICE void tma_load(void* shared, const TensorMap& map, int32_t x, int32_t y,
+                             uint64_t& bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y)
+        : "memory");
+}
+MEGAMOE_DEVICE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map));
+}
+
+}  // namespace ptx
+}  // namespace megamoe

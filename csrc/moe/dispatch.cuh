@@ -1,0 +1,138 @@
+// Dispatch: list the routes for their owners, tell every peer, learn what this rank will get.
+#pragma once
+
+#include "moe/shared.cuh"
+
+namespace megamoe::moe {
+
+// Routes are listed without atomics and without a barrier between counting and writing: each CTA
+// has some experts to itself, and reads all ids for them. Position in the owner's list = routes to
+// the owner's earlier experts + earlier routes to this one.
+//
+// Each warp has a contiguous part of the ids.
+class RouteLister {
+  public:
+    MEGAMOE_DEVICE RouteLister(const MoEParams& p, SharedStorage& s)
+        : p_(p), s_(s), num_ids_(p.num_tokens * p.shape.topk) {}
+
+    MEGAMOE_DEVICE void run() {
+        for (uint32_t e = blockIdx.x; e < p_.shape.num_experts; e += gridDim.x) list(e);
+    }
+
+  private:
+    static constexpr uint32_t kWarps = kThreads / 32;
+
+    MEGAMOE_DEVICE void list(uint32_t expert) {
+        const uint32_t per_rank = p_.shape.local_experts();
+        const uint32_t owner = expert / per_rank;
+        const int32_t first = int32_t(owner * per_rank), wanted = int32_t(expert);
+        const uint32_t warp = threadIdx.x / 32, lane = ptx::lane();
+        const uint32_t part = ceil_div(ceil_div(num_ids_, 32), kWarps) * 32;
+        const uint32_t begin = warp * part, end = min(begin + part, num_ids_);
+
+        uint32_t earlier = 0, mine = 0;  // routes to earlier experts of the owner; to this one
+#pragma unroll 8
+        for (uint32_t i = begin + lane; i < end; i += 32) {
+            const int32_t id = __ldg(p_.topk_idx + i);
+            earlier += id >= first && id < wanted;
+            mine += id == wanted;
+        }
+        earlier = __reduce_add_sync(~0u, earlier);
+        mine = __reduce_add_sync(~0u, mine);
+        if (lane == 0) {
+            s_.scan[0][warp] = earlier;
+            s_.scan[1][warp] = mine;
+        }
+        __syncthreads();
+        uint32_t at = 0, count = 0;
+        for (uint32_t w = 0; w < kWarps; ++w) {
+            at += s_.scan[0][w] + (w < warp ? s_.scan[1][w] : 0);
+            count += s_.scan[1][w];
+        }
+        __syncthreads();
+
+        const uint32_t parity = s_.call.epoch & 1;
+        if (threadIdx.x == 0)
+            p_.recv_count(owner, parity, p_.rank)[expert - owner * per_rank] = count;
+        if (mine == 0) return;
+        uint32_t* list = p_.route(owner, parity, p_.rank);
+#pragma unroll 4
+        for (uint32_t i = begin; i < end; i += 32) {
+            const bool hit = i + lane < end && __ldg(p_.topk_idx + i + lane) == wanted;
+            const uint32_t hits = __ballot_sync(~0u, hit);
+            if (hit) list[at + __popc(hits & ((1u << lane) - 1))] = i + lane;
+            at += __popc(hits);
+        }
+    }
+
+    const MoEParams& p_;
+    SharedStorage& s_;
+    uint32_t num_ids_;
+};
+
+// The CTA that is last to have written its lists raises this rank's flag at every peer. Hand-offs 2
+// and 3; the barrier word counts one arrival of each CTA a call.
+MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    uint32_t last = 0;
+    if (threadIdx.x == 0) {
+        ptx::fence_sys();
+        last = ptx::fetch_add_acq_rel_gpu(&p.control(p.rank).barrier.value, 1) + 1 ==
+               s.call.epoch * gridDim.x;
+        ptx::fence_sys();
+    }
+    if (!__shfl_sync(~0u, last, 0)) return;
+    for (uint32_t i = threadIdx.x; i < p.shape.num_ranks; i += 32) {
+        const uint32_t peer = (p.rank + i) % p.shape.num_ranks;
+        ptx::store_release_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), s.call.epoch);
+    }
+}
+
+// Every CTA waits for every peer's counts and indexes them. False when the call is given up.
+MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
+    const uint32_t ranks = p.shape.num_ranks, per_rank = p.shape.local_experts();
+    const uint32_t warp = threadIdx.x / 32, lane = ptx::lane();
+    for (uint32_t r = threadIdx.x; r < ranks; r += kThreads) {
+        wait_word<Compare::kReached, Scope::kSystem>(
+            p, s.call, p.word(Region::kCountsFlag, r), s.call.epoch,
+            {Role::kDispatch, Phase::kExchange, Tag::kCountsFlag, blockIdx.x, r, r});
+    }
+    __syncthreads();
+    if (stopped(s.call)) return false;
+    const uint32_t* counts = p.recv_count(p.rank, s.call.epoch & 1, 0);
+    for (uint32_t i = threadIdx.x; i < ranks * per_rank; i += kThreads)
+        s.count[i] = __ldcg(counts + i);
+    __syncthreads();
+    for (uint32_t r = warp; r < ranks; r += kThreads / 32) {  // begin[r][e]: exclusive scan over e
+        uint32_t sum = 0;
+        for (uint32_t e0 = 0; e0 < per_rank; e0 += 32) {
+            const uint32_t e = e0 + lane, n = e < per_rank ? s.count[r * per_rank + e] : 0;
+            uint32_t up = n;
+#pragma unroll
+            for (int o = 1; o < 32; o <<= 1) {
+                const uint32_t v = __shfl_up_sync(~0u, up, o);
+                if (lane >= o) up += v;
+            }
+            if (e < per_rank) s.begin[r * per_rank + e] = sum + up - n;
+            sum += __shfl_sync(~0u, up, 31);
+        }
+    }
+    for (uint32_t e = threadIdx.x; e < p.shape.total_experts(); e += kThreads) {
+        uint32_t sum = e < per_rank ? 0 : p.num_tokens;
+        for (uint32_t r = 0; e < per_rank && r < ranks; ++r) sum += s.count[r * per_rank + e];
+        s.rows[e] = sum;
+    }
+    __syncthreads();
+    return true;
+}
+
+// The source of a row of a local expert.
+MEGAMOE_DEVICE RowSource row_source(const MoEParams& p, SharedStorage& s, uint32_t expert,
+                                    uint32_t row) {
+    const RouteTable table(p.shape, p.rank, p.num_tokens, s.count, s.begin);
+    return table.source(expert, row,
+                        [&](uint32_t peer) { return p.route(p.rank, s.call.epoch & 1, peer); });
+}
+
+}  // namespace megamoe::moe

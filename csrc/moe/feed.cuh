@@ -1,0 +1,143 @@
+// Feed: the two roles that fill stages. One takes tickets, posts tasks and loads weights, which
+// wait for nothing; the other loads activations once the rings have them. So weights are on their
+// way before any wait.
+#pragma once
+
+#include "moe/dispatch.cuh"
+
+namespace megamoe::moe {
+
+MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
+    // Above 96 rows the many-row path takes over, with boxes of 128.
+    return rows <= 8 ? 0 : rows <= 96 ? ceil_div(rows, 16) : kNumBoxes - 1;
+}
+
+// One thread.
+MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
+    ptx::prefetch_map(p.w1);
+    ptx::prefetch_map(p.w2);
+    using Walk = TileWalk<SharedRows>;
+    Walk& walk = *reinterpret_cast<Walk*>(s.tile_walk);
+    walk = Walk(p.shape, SharedRows{s.rows});
+    uint32_t* tickets = &p.control(p.rank).ticket.value;
+    Cursor<kStages> at;
+    Cursor<kTaskSlots> slot;
+    at.phase = slot.phase = 1;  // free at first
+    uint32_t fills = 0;
+    uint32_t ticket = atomicAdd(tickets, 1);
+    while (true) {
+        const Tile tile = walk.seek(ticket);
+        // Always comes: whatever happens, the roles finish the tasks they have.
+        while (!ptx::try_wait(s.task_empty[slot.slot], slot.phase)) {
+        }
+        Task& task = s.task[slot.slot];
+        if (tile.kind == TileKind::kDone || stopped(s.call)) {
+            task.kind = TileKind::kDone;
+            ptx::arrive(s.task_full[slot.slot]);
+            break;
+        }
+        ticket = atomicAdd(tickets, 1);  // in flight during this task
+        const bool linear1 = tile.kind == TileKind::kLinear1;
+        const uint64_t q = s.call.block_base + tile.block;
+        task.kind = tile.kind;
+        task.expert = tile.expert;
+        task.first_row = tile.first_row;
+        task.num_rows = tile.num_rows;
+        task.n = tile.n;
+        task.box = box_for(tile.num_rows);
+        task.l1 = l1_slot(p.shape, q);
+        task.l2 = l2_slot(p.shape, q);
+
+        const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
+        if constexpr (kFp8) {
+            const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
+            ptx::arrive_expect(s.task_full[slot.slot], floats * 4);
+            ptx::bulk_load(s.w_scale[slot.slot],
+                           (linear1 ? p.w1_scale : p.w2_scale) + index * floats, floats * 4,
+                           s.task_full[slot.slot]);
+        } else {
+            ptx::arrive(s.task_full[slot.slot]);
+        }
+        const TensorMap& map = linear1 ? p.w1 : p.w2;
+        const uint32_t num_blocks = k_blocks(tile.kind);
+        int32_t y = int32_t(index * num_blocks * kTileN);
+#pragma unroll 1
+        for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
+            if (!wait(s.stage_empty[at.slot], at.phase, s.call) || stopped(s.call)) break;
+            ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
+            ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot]);
+            ++fills;
+            at.advance();
+        }
+        slot.advance();
+    }
+    s.fills[0] = fills;
+}
+
+// One thread.
+MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
+    Cursor<kStages> at;
+    Cursor<kTaskSlots> slot;
+    at.phase = 1;
+    uint32_t fills = 0;
+    bool ok = true;
+    while (true) {
+        while (!ptx::try_wait(s.task_full[slot.slot], slot.phase)) {
+        }
+        const Task task = s.task[slot.slot];
+        ptx::arrive(s.task_empty[slot.slot]);
+        slot.advance();
+        if (task.kind == TileKind::kDone) break;
+        const bool linear1 = task.kind == TileKind::kLinear1;
+        const Phase phase = linear1 ? Phase::kLinear1 : Phase::kLinear2;
+        if (linear1) {  // hand-offs 4 and 7
+            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
+                           p, s.call, p.word(Region::kL1Full, task.l1.slot), task.l1.ready_target,
+                           {Role::kMath, phase, Tag::kL1Full, blockIdx.x, p.rank, task.l1.slot});
+            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
+                           p, s.call, p.word(Region::kL2Empty, task.l2.slot), task.l2.free_target,
+                           {Role::kMath, phase, Tag::kL2Empty, blockIdx.x, p.rank, task.l2.slot});
+        } else {  // hand-off 6
+            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
+                           p, s.call, p.word(Region::kL2Full, task.l2.slot), task.l2.ready_target,
+                           {Role::kMath, phase, Tag::kL2Full, blockIdx.x, p.rank, task.l2.slot});
+        }
+        if (!ok) continue;  // keep consuming tasks: their stream must end for every role
+        ptx::fence_proxy_async();
+        const uint32_t rows = box_rows(task.box), block_m = p.shape.block_m;
+        const uint32_t ring_slot = linear1 ? task.l1.slot : task.l2.slot;
+        const TensorMap& map = linear1 ? p.x[task.box] : p.h[task.box];
+        const uint32_t num_blocks = k_blocks(task.kind), groups = num_blocks / (kFp8 ? 1 : 2);
+        const float* scale = p.ptr<float>(p.rank, linear1 ? Region::kL1Scale : Region::kL2Scale) +
+                             uint64_t(ring_slot) * groups * block_m;
+#pragma unroll 1
+        for (uint32_t kb = 0; kb < num_blocks; ++kb) {
+            if (!wait(s.stage_empty[at.slot], at.phase, s.call) || stopped(s.call)) {
+                ok = false;
+                break;
+            }
+            ptx::arrive_expect(s.stage_full[at.slot], rows * (kBlockBytes + (kFp8 ? 4 : 0)));
+            ptx::tma_load(s.x[at.slot], map, int32_t(kb * kBlockK), int32_t(ring_slot * block_m),
+                          s.stage_full[at.slot]);
+            if constexpr (kFp8)
+                ptx::bulk_load(s.x_scale[at.slot], scale + kb * block_m, rows * 4,
+                               s.stage_full[at.slot]);
+            ++fills;
+            at.advance();
+        }
+    }
+    s.fills[1] = fills;
+}
+
+// After a give-up, when all roles have left: waits for copies that are still on their way into this
+// CTA's shared memory. The role that filled fewer stages makes up for its missing arrivals.
+MEGAMOE_DEVICE void drain_stages(SharedStorage& s) {
+    const uint32_t few = min(s.fills[0], s.fills[1]), many = max(s.fills[0], s.fills[1]);
+    for (uint32_t i = few; i < many; ++i) ptx::arrive(s.stage_full[i % kStages]);
+    for (uint32_t i = many > kStages ? many - kStages : 0; i < many; ++i) {
+        while (!ptx::try_wait(s.stage_full[i % kStages], i / kStages & 1)) {
+        }
+    }
+}
+
+}  // namespace megamoe::moe

@@ -1,0 +1,168 @@
+// Pull: one warp of each CTA copies rows from peers' inputs into the L1 ring, in ticket order.
+//
+// The rows of a call, in block order, are dealt to the CTAs in turn. A row travels as pieces of at
+// most kPullBytes, peer -> shared memory -> ring, with three pieces on their way in while a fourth
+// is on its way out. Rows are announced a few pieces later, when their last piece has been written;
+// all are announced before the warp blocks on a ring slot, because that slot may depend on them.
+#pragma once
+
+#include "moe/dispatch.cuh"
+
+namespace megamoe::moe {
+
+inline constexpr uint32_t kXRowBytes = kHidden * kElementBytes;
+inline constexpr uint32_t kPieces = ceil_div(kXRowBytes, kPullBytes);
+inline constexpr uint32_t kPieceBytes = align_up(ceil_div(kXRowBytes, kPieces), 16);
+inline constexpr uint32_t kXGroups = kHidden / kGroup;
+// Bulk copies are made of 16 bytes; other rows of scales are read word by word.
+inline constexpr bool kBulkScales = kFp8 && kXGroups % 4 == 0;
+
+class Puller {
+  public:
+    MEGAMOE_DEVICE Puller(const MoEParams& p, SharedStorage& s) : p_(p), s_(s) {}
+
+    // Collects this CTA's rows, up to 32 at a time, and copies them.
+    MEGAMOE_DEVICE void run() {
+        using Walk = WaveWalk<SharedRows>;
+        Walk& walk = *reinterpret_cast<Walk*>(s_.wave_walk);
+        if (ptx::lane() == 0) walk = Walk(p_.shape, SharedRows{s_.rows});
+        ptx::fence_proxy_async();  // peers' rows, acquired with their counts: hand-off 3
+        uint32_t turn = 0;         // rows of the blocks so far, modulo the CTAs
+        uint32_t jobs = 0;
+        bool go = true;
+        while (go && next(walk)) {
+            const uint32_t expert_rows = s_.rows[s_.wave.expert];
+            for (uint32_t m = 0; m < s_.wave.num_blocks; ++m) {
+                const uint32_t first = s_.wave.first_row + m * p_.shape.block_m;
+                const uint32_t n = min(p_.shape.block_m, expert_rows - first);
+                uint32_t r = blockIdx.x >= turn ? blockIdx.x - turn : blockIdx.x + gridDim.x - turn;
+                turn = (turn + n) % gridDim.x;
+                for (; r < n; r += gridDim.x) {
+                    if (ptx::lane() == 0)
+                        s_.job[jobs] = {s_.wave.expert, first + r, s_.wave.first_block + m, r,
+                                        r + 1 == n ? p_.shape.block_m - n + 1 : 1};
+                    if (++jobs == kPullJobs) {
+                        go = go && copy(jobs);
+                        jobs = 0;
+                    }
+                }
+            }
+        }
+        if (go && jobs) copy(jobs);
+        if (ptx::lane() == 0) s_.call.num_blocks = walk.blocks_so_far();
+    }
+
+  private:
+    MEGAMOE_DEVICE bool next(WaveWalk<SharedRows>& walk) {
+        __syncwarp();
+        uint32_t more = 0;
+        if (ptx::lane() == 0) more = walk.next(s_.wave);
+        return __shfl_sync(~0u, more, 0);
+    }
+
+    // Copies the rows of jobs 0..n-1.
+    MEGAMOE_DEVICE bool copy(uint32_t n) {
+        __syncwarp();
+        if (ptx::lane() < n) {
+            PullJob& job = s_.job[ptx::lane()];
+            const RowSource from = row_source(p_, s_, job.expert, job.row);
+            const L1Slot slot = l1_slot(p_.shape, s_.call.block_base + job.block);
+            job.x = p_.at(from.rank, Region::kInput, from.token);
+            job.x_scale = p_.at(from.rank, Region::kInputScale, from.token);
+            job.slot = slot.slot;
+            job.free_target = slot.free_target;
+        }
+        __syncwarp();
+        in_ = out_ = announced_ = 0;
+        bool ok = true;
+        for (const uint32_t end = n * kPieces; in_ < end; ++in_) {
+            if (in_ % kPieces == 0 && !(ok = claim_slot(s_.job[in_ / kPieces]))) break;
+            if (in_ - out_ == kPullBuffers - 1) {
+                store_piece();
+                if (ptx::lane() == 0) {
+                    ptx::bulk_wait<2>();       // all but the last two pieces are in the ring
+                    ptx::bulk_wait_read<1>();  // the buffer of the next piece has been read
+                }
+                if (out_ >= 2) announce((out_ - 2) / kPieces);
+            }
+            load_piece();
+        }
+        drain();
+        return ok;
+    }
+    // The ring slot that the row goes to. Before blocking, announces what has been copied.
+    MEGAMOE_DEVICE bool claim_slot(const PullJob& job) {
+        const uint32_t* word = p_.word(Region::kL1Empty, job.slot);
+        uint32_t have = 0;
+        if (ptx::lane() == 0) have = ptx::load_acquire_gpu(word);
+        uint32_t ok = reached(__shfl_sync(~0u, have, 0), job.free_target);
+        if (!ok) {
+            drain();
+            if (ptx::lane() == 0)
+                ok = wait_word<Compare::kReached, Scope::kGpu>(
+                    p_, s_.call, word, job.free_target,
+                    {Role::kDispatch, Phase::kPull, Tag::kL1Empty, blockIdx.x, p_.rank, job.slot});
+            ok = __shfl_sync(~0u, ok, 0);
+        }
+        ptx::fence_proxy_async();  // hand-off 5
+        return ok;
+    }
+    MEGAMOE_DEVICE void load_piece() {
+        const uint32_t buffer = in_ % kPullBuffers, piece = in_ % kPieces;
+        const PullJob& job = s_.job[in_ / kPieces];
+        if (ptx::lane() != 0) return;
+        const uint32_t at = piece * kPieceBytes, bytes = min(kPieceBytes, kXRowBytes - at);
+        const uint32_t scales = kBulkScales && piece + 1 == kPieces ? kXGroups * 4 : 0;
+        uint64_t& full = s_.pull_full[buffer];
+        ptx::arrive_expect(full, bytes + scales);
+        ptx::bulk_load(s_.pull[buffer], job.x + at, bytes, full);
+        if (scales) ptx::bulk_load(s_.pull_scale[buffer], job.x_scale, scales, full);
+    }
+    MEGAMOE_DEVICE void store_piece() {
+        const uint32_t buffer = out_ % kPullBuffers, piece = out_ % kPieces;
+        const PullJob& job = s_.job[out_ / kPieces];
+        // Loads always arrive: this wait needs no limit.
+        while (!ptx::try_wait(s_.pull_full[buffer], phases_ >> buffer & 1)) {
+        }
+        phases_ ^= 1u << buffer;
+        if (ptx::lane() == 0) {
+            const uint32_t at = piece * kPieceBytes;
+            const uint64_t row = uint64_t(job.slot) * p_.shape.block_m + job.in_block;
+            ptx::bulk_store(p_.at(p_.rank, Region::kL1Ring, row) + at, s_.pull[buffer],
+                            min(kPieceBytes, kXRowBytes - at));
+            ptx::bulk_commit();
+        }
+        if (kFp8 && piece + 1 == kPieces) store_scales(buffer, job);
+        ++out_;
+    }
+    // Into [slot][H/128][block_m], where a stage finds the scales of its rows side by side.
+    MEGAMOE_DEVICE void store_scales(uint32_t buffer, const PullJob& job) {
+        const uint32_t block_m = p_.shape.block_m;
+        float* to = p_.ptr<float>(p_.rank, Region::kL1Scale) +
+                    uint64_t(job.slot) * kXGroups * block_m + job.in_block;
+        const float* from = reinterpret_cast<const float*>(job.x_scale);
+        for (uint32_t g = ptx::lane(); g < kXGroups; g += 32)
+            to[g * block_m] = kBulkScales ? s_.pull_scale[buffer][g] : __ldcg(from + g);
+    }
+    // Rows before `limit` are in the ring.
+    MEGAMOE_DEVICE void announce(uint32_t limit) {
+        __syncwarp();
+        for (; announced_ < limit; ++announced_) {
+            const PullJob& job = s_.job[announced_];
+            if (ptx::lane() == 0)
+                ptx::add_release_gpu(p_.word(Region::kL1Full, job.slot), job.weight);
+        }
+    }
+    MEGAMOE_DEVICE void drain() {
+        while (out_ < in_) store_piece();
+        if (ptx::lane() == 0) ptx::bulk_wait<0>();
+        announce(out_ / kPieces);
+    }
+
+    const MoEParams& p_;
+    SharedStorage& s_;
+    uint32_t in_ = 0, out_ = 0, announced_ = 0;  // pieces asked for, stored; rows announced
+    uint32_t phases_ = 0;                        // of pull_full, a bit each
+};
+
+}  // namespace megamoe::moe

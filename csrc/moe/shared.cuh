@@ -1,0 +1,106 @@
+// Shared memory of a CTA, and the stream of tasks that its roles walk together.
+#pragma once
+
+#include "device/wait.cuh"
+#include "moe/params.cuh"
+
+namespace megamoe::moe {
+
+inline constexpr uint32_t kStages = 4;
+inline constexpr uint32_t kTaskSlots = 3;
+inline constexpr uint32_t kMathThreads = 256, kMathWarps = 8;
+inline constexpr uint32_t kThreads = 384;
+inline constexpr uint32_t kMathRegisters = 232, kOtherRegisters = 40;
+
+// Named barriers; 0 is __syncthreads.
+inline constexpr int kMathBarrier = 1;
+
+inline constexpr uint32_t kPullBuffers = 4, kPullBytes = 4096, kPullJobs = 32;
+inline constexpr uint32_t kScaleFloats = scale_floats(kHidden) > scale_floats(kInter)
+                                             ? scale_floats(kHidden)
+                                             : scale_floats(kInter);
+
+// Local expert -> rows, for the walks of schedule.hpp.
+struct SharedRows {
+    const uint32_t* rows;
+    MEGAMOE_DEVICE uint32_t operator()(uint32_t expert) const { return rows[expert]; }
+};
+
+// A position in a ring of shared-memory slots.
+template <uint32_t kSlots>
+struct Cursor {
+    uint32_t slot = 0, phase = 0;
+    MEGAMOE_DEVICE void advance() {
+        if (++slot == kSlots) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+struct Task {
+    TileKind kind;
+    uint32_t expert;
+    uint32_t first_row;
+    uint32_t num_rows;
+    uint32_t n;
+    uint32_t box;  // activation rows loaded: box_rows(box) >= num_rows
+    L1Slot l1;     // of the block
+    L2Slot l2;
+};
+
+// A row on its way into the L1 ring.
+struct PullJob {
+    uint32_t expert, row;        // of the local expert
+    uint32_t block, in_block;    // of the call, and the row's place in it
+    uint32_t weight;             // what its arrival counts: 1, and the block's padding
+    uint32_t slot, free_target;  // of the ring
+    const uint8_t *x, *x_scale;  // at its source
+};
+
+// What a math warp remembers from task to task. Not in registers, which accumulators fill.
+struct MathState {
+    Cursor<kTaskSlots> task;
+    Cursor<kStages> stage;
+    uint32_t rows_phase, amax_turn;
+};
+
+struct SharedStorage {
+    alignas(1024) uint8_t w[kStages][kTileN * kBlockBytes];
+    alignas(1024) uint8_t x[kStages][kMaxBlockM * kBlockBytes];
+    alignas(128) uint8_t pull[kPullBuffers][kPullBytes];
+    alignas(128) float x_scale[kStages][kMaxBlockM];
+    alignas(128) float pull_scale[kPullBuffers][align_up(kHidden / kGroup, 32)];
+    alignas(16) float w_scale[kTaskSlots][kScaleFloats];
+    uint64_t row_target[kMaxBlockM];  // where each row of the Linear 2 task goes
+    uint32_t amax[3][kMaxBlockM];
+    MathState math[kMathWarps];
+    uint32_t count[kMaxExperts], begin[kMaxExperts];  // [R][E_l]: rows, position in the route list
+    uint32_t rows[kMaxExperts + kMaxShared];          // of a local expert
+    uint32_t scan[2][32];
+    Task task[kTaskSlots];
+    PullJob job[kPullJobs];
+    // Walks live here because the roles that use them have few registers.
+    alignas(8) uint8_t tile_walk[sizeof(TileWalk<SharedRows>)];
+    alignas(8) uint8_t wave_walk[sizeof(WaveWalk<SharedRows>)];
+    Wave wave;
+    CallState call;
+    uint32_t fills[2];  // stages filled by the weight and by the activation role
+    // A stage is full when both its weights and its activations have arrived.
+    uint64_t stage_full[kStages], stage_empty[kStages];
+    uint64_t task_full[kTaskSlots], task_empty[kTaskSlots];
+    uint64_t rows_ready, tile_written;
+    uint64_t pull_full[kPullBuffers];
+};
+static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KB");
+// Where the storage starts: behind the 1 KB that the system keeps of every CTA's shared memory.
+// Known here, so that wgmma descriptors are constants and take no registers; the kernel checks it.
+inline constexpr uint32_t kSharedBase = 1024;
+inline constexpr uint32_t kWAddress = kSharedBase;
+inline constexpr uint32_t kXAddress = kWAddress + sizeof(SharedStorage::w);
+
+MEGAMOE_DEVICE uint32_t k_blocks(TileKind kind) {
+    return kind == TileKind::kLinear1 ? kKBlocks1 : kKBlocks2;
+}
+
+}  // namespace megamoe::moe

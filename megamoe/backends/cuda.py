@@ -1,0 +1,469 @@
+"""GPU ranks: one persistent kernel per rank and call on a Hopper GPU.
+
+``run_moe`` launches and then waits for the call, so that a timeout is raised where it happened.
+``launch`` only enqueues, for CUDA graphs and for callers that look later with ``check``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamoe import jit, native
+from megamoe.backends.base import Counters
+from megamoe.backends.cuda_driver import (
+    Kernel,
+    Module,
+    copy_from_device,
+    copy_to_device,
+    fill_device,
+    tensor_map,
+)
+from megamoe.backends.cuda_pack import (
+    TILE_N,
+    num_tiles,
+    pack_scale,
+    pack_weight,
+    rows_linear1,
+    rows_linear2,
+    scale_floats,
+)
+from megamoe.errors import (
+    BackendUnavailable,
+    FaultRecord,
+    GroupBroken,
+    MegaMoeError,
+    PeerTimeout,
+    SpecError,
+)
+from megamoe.layout import window_layout
+from megamoe.spec import GROUP, EpConfig, MoESpec
+from megamoe.symmetric.base import GroupRendezvous, Rendezvous, SymmetricMemory, agree
+from megamoe.symmetric.device import DeviceMemory
+from megamoe.weights import ExpertWeights, check_expert
+
+__all__ = ["CudaSession", "Provider", "compile_moe", "cuda_config"]
+
+Provider = Literal["torch", "nvshmem"]
+
+_MAX_BLOCK_M = 128
+_MAX_EXPERTS = 512
+_BOXES = (8, 16, 32, 48, 64, 80, 96, 128)
+_MAX_RANKS = 72
+_LINE = 128
+_OPEN_LIMIT_S = 600.0
+
+
+class _MoEParams(ctypes.Structure):
+    """``MoEParams`` of csrc/moe/params.cuh; its size is checked against the compiled one."""
+
+    _fields_ = (
+        ("w1", ctypes.c_uint8 * 128),
+        ("w2", ctypes.c_uint8 * 128),
+        ("x", ctypes.c_uint8 * (128 * len(_BOXES))),
+        ("h", ctypes.c_uint8 * (128 * len(_BOXES))),
+        ("shape", ctypes.c_uint8 * (4 * len(native.describe()["shape_fields"]))),
+        ("layout", ctypes.c_uint8 * (24 * len(native.describe()["regions"]) + 8)),
+        ("rank", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("timeout_ns", ctypes.c_uint64),
+        ("topk_idx", ctypes.c_uint64),
+        ("topk_weight", ctypes.c_uint64),
+        ("w1_scale", ctypes.c_uint64),
+        ("w2_scale", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("swiglu_clamp", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+        ("bases", ctypes.c_uint64 * _MAX_RANKS),
+    )
+
+
+class _StageParams(ctypes.Structure):
+    """``StageParams`` of csrc/moe/stage.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("x_scale", ctypes.c_uint64),
+        ("input", ctypes.c_uint64),
+        ("input_scale", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_uint32),
+        ("is_bf16", ctypes.c_uint32),
+    )
+
+
+def compile_moe(spec: MoESpec) -> jit.Cubin:
+    """The kernels for a layer's matrix shape. Needs no GPU."""
+    defines = {
+        "MEGAMOE_HIDDEN": spec.hidden,
+        "MEGAMOE_INTER": spec.inter,
+        "MEGAMOE_FP8": int(spec.weight_dtype == "fp8"),
+    }
+    return jit.compile_cubin("moe/moe.cu", defines)
+
+
+def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
+    """``config`` with every 0 replaced by what suits a GPU (``docs/performance.md``).
+
+    Raises:
+        SpecError: blocks larger than the kernel's 128 rows, or more experts than its tables hold.
+    """
+    if config.block_m > _MAX_BLOCK_M:
+        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
+    if spec.num_experts > _MAX_EXPERTS:
+        raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
+    mean = config.max_tokens * spec.topk * config.num_ranks // spec.num_experts
+    rings = min(config.max_blocks(spec), 64)
+    b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
+    wave = config.wave_blocks or max(1, min(8, -(-mean // config.block_m), b1, b2))
+    lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
+    chosen = replace(
+        config, ring_l1_blocks=b1, ring_l2_blocks=b2, wave_blocks=wave, l2_lag_blocks=lag
+    )
+    return chosen.resolved(spec)
+
+
+class CudaSession:
+    """A session over GPU ranks (``megamoe.backends.base.Session``)."""
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        config: EpConfig,
+        rendezvous: Rendezvous,
+        provider: Provider | None = None,
+    ) -> None:
+        """Collective: compiles, allocates the window, maps the peers' and meets them.
+
+        Args:
+            spec: the layer.
+            config: how the group runs it; zeros are chosen by ``cuda_config``.
+            rendezvous: how ranks find each other.
+            provider: of symmetric memory between processes; default ``$MEGAMOE_SYMMETRIC``, or
+                torch.
+
+        Raises:
+            BackendUnavailable: no Hopper GPU, or a missing package; on every rank.
+            SymmetricMemoryError: a rank could not compile, allocate or map; on every rank.
+            MegaMoeError: ranks disagree about the shape.
+        """
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            raise BackendUnavailable("the CUDA backend needs a Hopper GPU (compute capability 9.0)")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._spec, self._config = spec, cuda_config(spec, config)
+        self._rank = rendezvous.rank
+        units, sharing = self._choose_units(rendezvous)
+        self._shape = native.make_shape(
+            spec, self._config, num_units=units, num_pullers=units, l2_tile_n=TILE_N
+        )
+        said = agree(rendezvous, "opening the layer", {"shape": self._shape.to_bytes().hex()})
+        if len({s["shape"] for s in said}) > 1:
+            raise MegaMoeError(
+                "ranks disagree about the layer's shape or configuration: pass the same MoESpec "
+                "and EpConfig on every rank"
+            )
+        cubin = self._compile(rendezvous)
+        self._layout = window_layout(self._shape)
+        self._window = self._provider(rendezvous, provider).allocate(self._layout.nbytes)
+        self._control = self._address("control")
+        self._abort_offset = cubin.constant("megamoe_abort_offset")
+        self._epoch_offset = cubin.constant("megamoe_epoch_offset")
+        module = Module(cubin.image)
+        self._kernel = Kernel(
+            module,
+            "megamoe_moe",
+            threads=cubin.constant("megamoe_moe_threads"),
+            shared_bytes=cubin.constant("megamoe_moe_shared_bytes"),
+            # Ranks that share a GPU split its SMs; a cooperative grid would wait for all of them.
+            cooperative=not sharing,
+        )
+        self._stage_kernel = Kernel(module, "megamoe_stage", threads=256)
+        self._stage_grid = 8 * units
+        self._allocate_weights()
+        self._params = self._make_params(cubin)
+        self._stage_params = _StageParams(
+            input=self._address("input"), input_scale=self._address("input_scale")
+        )
+        assert ctypes.sizeof(_StageParams) == cubin.constant("megamoe_stage_param_bytes")
+        self._num_tokens = 0
+        self._meetings = 0
+        self._faulted: FaultRecord | None = None
+        self._broken: GroupBroken | None = None
+        self._closed = False
+        self._meet(_OPEN_LIMIT_S)
+
+    # ------------------------------------------------------------ opening
+
+    def _choose_units(self, rendezvous: Rendezvous) -> tuple[int, bool]:
+        """CTAs per rank, the same on all ranks; and whether ranks share this GPU."""
+        properties = torch.cuda.get_device_properties(self._device)
+        free = properties.multi_processor_count - self._config.reserved_sms
+        mine = {"gpu": str(getattr(properties, "uuid", self._device.index)), "free": free}
+        every = agree(rendezvous, "looking at GPUs", mine)
+        units = []
+        for rank in every:
+            sharers = sum(other["gpu"] == rank["gpu"] for other in every)
+            units.append(rank["free"] // sharers)
+        if min(units) < 1:
+            raise SpecError(
+                f"reserved_sms = {self._config.reserved_sms} leaves no SM of "
+                f"{properties.multi_processor_count} to a rank"
+            )
+        sharing = sum(other["gpu"] == mine["gpu"] for other in every) > 1
+        chosen = min(units)
+        return min(chosen, self._config.num_workers or chosen), sharing
+
+    def _compile(self, rendezvous: Rendezvous) -> jit.Cubin:
+        """Rank 0 compiles; the others find the cubin in the cache, or compile for themselves."""
+        result: dict[str, str] | Exception = {}
+        cubin: jit.Cubin | None = None
+        if rendezvous.rank == 0:
+            try:
+                cubin = compile_moe(self._spec)
+            except MegaMoeError as e:
+                result = e
+        agree(rendezvous, "compiling the kernel", result)
+        return cubin or compile_moe(self._spec)
+
+    def _provider(self, rendezvous: Rendezvous, name: str | None) -> SymmetricMemory:
+        if not isinstance(rendezvous, GroupRendezvous):
+            return DeviceMemory(rendezvous, self._device)
+        name = name or os.environ.get("MEGAMOE_SYMMETRIC", "torch")
+        if name == "nvshmem":
+            from megamoe.symmetric.nvshmem import NvshmemMemory
+
+            return NvshmemMemory(rendezvous, self._device)
+        if name == "torch":
+            from megamoe.symmetric.torch_symm import TorchSymmetricMemory
+
+            return TorchSymmetricMemory(rendezvous, self._device)
+        raise SpecError(f"symmetric memory provider {name!r}: must be 'torch' or 'nvshmem'")
+
+    def _address(self, region: str, rank: int | None = None) -> int:
+        base = self._window.bases[self._rank if rank is None else rank]
+        return base + self._layout.regions[region].offset
+
+    def _allocate_weights(self) -> None:
+        spec = self._spec
+        local = spec.experts_per_rank(self._config.num_ranks) + spec.num_shared
+        element = 1 if spec.weight_dtype == "fp8" else 2
+        tiles = (spec.inter // GROUP, num_tiles(spec.hidden))
+        columns = (spec.hidden, spec.inter)
+        self._w = [
+            torch.empty(
+                (local, t, k * element // 128, TILE_N, 128), dtype=torch.uint8, device=self._device
+            )
+            for t, k in zip(tiles, columns, strict=True)
+        ]
+        self._w_scale = [
+            torch.zeros((local, t, scale_floats(k)), device=self._device)
+            for t, k in zip(tiles, columns, strict=True)
+        ]
+        self._rows = [
+            rows_linear1(spec.inter).to(self._device),
+            rows_linear2(spec.hidden).to(self._device),
+        ]
+        self._missing = set(range(local))
+
+    def _make_params(self, cubin: jit.Cubin) -> _MoEParams:
+        spec, config = self._spec, self._config
+        element = 1 if spec.weight_dtype == "fp8" else 2
+        params = _MoEParams(
+            rank=self._rank,
+            timeout_ns=int(config.timeout_s * 1e9),
+            w1_scale=self._w_scale[0].data_ptr(),
+            w2_scale=self._w_scale[1].data_ptr(),
+            swiglu_clamp=spec.swiglu_clamp or 0.0,
+        )
+
+        def put(field: str, data: bytes) -> None:
+            target = getattr(params, field)
+            assert len(target) == len(data), f"{field}: {len(data)} bytes for {len(target)}"
+            ctypes.memmove(target, data, len(data))
+
+        for field, w in zip(("w1", "w2"), self._w, strict=True):
+            rows = math.prod(w.shape[:-1])
+            box = (128, TILE_N)
+            put(field, tensor_map(w.data_ptr(), columns=128, rows=rows, box=box, element_bytes=1))
+        rings = (
+            ("x", "l1_ring", spec.hidden, config.ring_l1_blocks),
+            ("h", "l2_ring", spec.inter, config.ring_l2_blocks),
+        )
+        for field, region, columns, blocks in rings:
+            maps = [
+                tensor_map(
+                    self._address(region),
+                    columns=columns,
+                    rows=blocks * config.block_m,
+                    box=(128 // element, box),
+                    element_bytes=element,
+                )
+                for box in _BOXES
+            ]
+            put(field, b"".join(maps))
+        put("shape", self._shape.to_bytes())
+        put("layout", native.window_layout_bytes(self._shape))
+        for rank, base in enumerate(self._window.bases):
+            params.bases[rank] = base
+        size = cubin.constant("megamoe_moe_param_bytes")
+        # The compiled structure is padded to the 64 bytes that tensor maps need.
+        assert -(-ctypes.sizeof(params) // 64) * 64 == size, (ctypes.sizeof(params), size)
+        return params
+
+    # ------------------------------------------------------------ weights and calls
+
+    def load_weights(self, experts: Iterable[ExpertWeights]) -> None:
+        """Packs this rank's experts on the GPU, one at a time."""
+        self._need_open()
+        for expert in experts:
+            check_expert(self._spec, expert, self._config.num_ranks)
+            pairs = ((expert.w1, expert.w1_scale), (expert.w2, expert.w2_scale))
+            for i, (weight, scale) in enumerate(pairs):
+                pack_weight(weight.to(self._device), self._rows[i], self._w[i][expert.index])
+                if scale is not None:
+                    on_device = scale.to(self._device)
+                    pack_scale(on_device, self._w_scale[i][expert.index], linear1=i == 0)
+            self._missing.discard(expert.index)
+
+    def stage(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Enqueues the small kernel that puts (and quantises) tokens into the own window."""
+        self._need_open()
+        x = x.contiguous()
+        params = self._stage_params
+        params.x = x.data_ptr()
+        params.x_scale = 0 if x_scale is None else x_scale.contiguous().data_ptr()
+        params.num_tokens = self._num_tokens = x.shape[0]
+        params.is_bf16 = int(x_scale is None)
+        if self._num_tokens:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            groups = self._num_tokens * self._spec.hidden // 2048
+            grid = max(1, min(self._stage_grid, groups))
+            self._stage_kernel.launch(grid, params, stream)
+
+    def launch(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
+        """Enqueues the call on the current stream; tensors must live until it has run.
+
+        Safe to capture in a CUDA graph. ``check`` later tells of a timeout.
+        """
+        params = self._params
+        params.num_tokens = self._num_tokens
+        params.topk_idx = topk_idx.data_ptr()
+        params.topk_weight = topk_weight.data_ptr()
+        params.y = out.data_ptr()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._kernel.launch(self._shape.num_units, params, stream)
+
+    def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
+        """Collective: runs the staged tokens and waits for the result, unless captured."""
+        self._need_open()
+        if self._missing:
+            raise MegaMoeError("this rank's experts are not all loaded: call load_weights first")
+        if self._faulted is not None:
+            raise PeerTimeout(self._faulted, self._config.timeout_s)
+        assert topk_idx.is_contiguous()
+        assert topk_weight.is_contiguous()
+        assert out.is_contiguous()
+        assert topk_idx.shape[0] == self._num_tokens == out.shape[0]
+        self.launch(topk_idx, topk_weight, out)
+        if not torch.cuda.is_current_stream_capturing():
+            self.check()
+
+    def check(self) -> None:
+        """Waits for the current stream's work.
+
+        Raises:
+            PeerTimeout: a wait of a call expired on any rank.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
+        abort = self._read_word(self._control + self._abort_offset)
+        if not abort:
+            return
+        names = native.describe()["fault_fields"]
+        region = self._layout.regions["fault"]
+        address = self._address("fault") + (abort - 1) * region.stride
+        words = struct.unpack(f"<{len(names)}I", copy_from_device(address, 4 * len(names)))
+        self._faulted = native.fault_record(dict(zip(names, words, strict=True)))
+        raise PeerTimeout(self._faulted, self._config.timeout_s)
+
+    def run_plan(self, plan: object) -> None:
+        """Attention-pre plans have a session of their own."""
+        raise BackendUnavailable(
+            "this session runs one MoE layer; open a plan to run attention-pre"
+        )
+
+    # ------------------------------------------------------------ the rest of the interface
+
+    def counters(self) -> Counters:
+        """Sizes and calls; the kernel counts no waits."""
+        self._need_open()
+        return Counters(
+            backend="cuda",
+            device=torch.cuda.get_device_name(self._device),
+            epoch=self._read_word(self._control + self._epoch_offset),
+            num_units=self._shape.num_units,
+            window_bytes=self._window.nbytes,
+            ring_l1_blocks=self._shape.ring_l1,
+            ring_l2_blocks=self._shape.ring_l2,
+            high_water_l1=0,
+            high_water_l2=0,
+            backpressure_events=0,
+            blocked={},
+        )
+
+    def clear_counters(self) -> None:
+        """Nothing is counted on the GPU."""
+
+    def reset(self, limit_s: float) -> None:
+        """Collective: no call runs any more, then state is cleared, then all go on."""
+        self._need_open()
+        torch.cuda.synchronize(self._device)
+        self._meet(limit_s)
+        first, end = native.clear_span(self._shape)
+        fill_device(self._window.bases[self._rank] + first, end - first)
+        self._faulted = None
+        self._meet(limit_s)
+
+    def close(self) -> None:
+        """Frees weights and window. Not collective; peers' mappings stay valid for them."""
+        if not self._closed:
+            torch.cuda.synchronize(self._device)
+            self._closed = True
+            self._w, self._w_scale = [], []
+            self._window.close()
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise MegaMoeError("the layer is closed: open a new one")
+        if self._broken is not None:
+            raise self._broken
+
+    def _read_word(self, address: int) -> int:
+        word: int = struct.unpack("<I", copy_from_device(address, 4))[0]
+        return word
+
+    def _meet(self, limit_s: float) -> None:
+        """A barrier of hosts through the windows: says who is missing, and cannot hang."""
+        self._meetings += 1
+        line = struct.pack("<I", self._meetings)
+        for peer in range(self._config.num_ranks):
+            copy_to_device(self._address("host_barrier", peer) + self._rank * _LINE, line)
+        own = self._address("host_barrier")
+        deadline = time.monotonic() + limit_s
+        while True:
+            raw = copy_from_device(own, _LINE * self._config.num_ranks)
+            came = [v[0] for v in struct.iter_unpack(f"<I{_LINE - 4}x", raw)]
+            missing = tuple(r for r, n in enumerate(came) if n < self._meetings)
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                self._broken = GroupBroken(missing, limit_s)
+                raise self._broken
+            time.sleep(0.0005)

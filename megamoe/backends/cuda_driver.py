@@ -1,0 +1,135 @@
+"""The few driver calls of the CUDA backend: load, launch, tensor maps, small copies.
+
+Everything runs in torch's primary context of the current device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from megamoe.errors import BackendUnavailable, MegaMoeError
+
+__all__ = ["Kernel", "Module", "copy_from_device", "copy_to_device", "fill_device", "tensor_map"]
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as e:
+        raise BackendUnavailable(
+            "cuda-bindings is not installed: pip install 'megamoe[cuda]'"
+        ) from e
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    error, *values = result
+    if int(error) != 0:
+        raise MegaMoeError(f"{what}: {error}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class Module:
+    """A loaded cubin; unloaded when it is garbage."""
+
+    def __init__(self, image: bytes) -> None:
+        self._handle = _check(_driver().cuModuleLoadData(image), "loading a kernel")
+
+    def function(self, name: str) -> Any:
+        """A kernel of the module."""
+        return _check(_driver().cuModuleGetFunction(self._handle, name.encode()), name)
+
+
+class Kernel:
+    """A kernel with a fixed launch shape and one structure as its parameter."""
+
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        *,
+        threads: int,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        driver = _driver()
+        self._module = module
+        self._function = module.function(name)
+        self._name = name
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), name)
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = threads, 1, 1
+        self._config.sharedMemBytes = shared_bytes
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            self._config.attrs = [attribute]
+            self._config.numAttrs = 1
+        self._launch = driver.cuLaunchKernelEx
+        self._pointers = (ctypes.c_void_p * 1)()
+
+    def launch(self, grid: int, params: ctypes.Structure, stream: int) -> None:
+        """Enqueues one launch; ``params`` may be changed as soon as this returns.
+
+        Raises:
+            MegaMoeError: the driver refuses, e.g. a cooperative grid that does not fit.
+        """
+        self._pointers[0] = ctypes.addressof(params)
+        self._config.gridDimX = grid
+        self._config.hStream = stream
+        (error,) = self._launch(self._config, self._function, ctypes.addressof(self._pointers), 0)
+        if int(error) != 0:
+            raise MegaMoeError(f"launching {self._name} on {grid} CTAs: {error}")
+
+
+def tensor_map(
+    address: int, *, columns: int, rows: int, box: tuple[int, int], element_bytes: int
+) -> bytes:
+    """A 2D map of contiguous rows, boxes of ``(columns, rows)``, 128-byte swizzle: 128 bytes."""
+    driver = _driver()
+    kind = driver.CUtensorMapDataType
+    dtype = {
+        1: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[element_bytes]
+    encoded = _check(
+        driver.cuTensorMapEncodeTiled(
+            dtype,
+            2,
+            address,
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(columns * element_bytes)],
+            [driver.cuuint32_t(b) for b in box],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"a tensor map of {rows} rows of {columns}",
+    )
+    return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)
+
+
+def copy_to_device(address: int, data: bytes) -> None:
+    """Writes bytes to device memory, own or a mapped peer's; returns when they are there."""
+    _check(_driver().cuMemcpyHtoD(address, data, len(data)), "writing to a window")
+
+
+def copy_from_device(address: int, nbytes: int) -> bytes:
+    """Reads bytes of device memory."""
+    buffer = bytearray(nbytes)
+    target = (ctypes.c_char * nbytes).from_buffer(buffer)
+    _check(_driver().cuMemcpyDtoH(ctypes.addressof(target), address, nbytes), "reading a window")
+    return bytes(buffer)
+
+
+def fill_device(address: int, nbytes: int) -> None:
+    """Zeroes device memory; returns when it is done."""
+    _check(_driver().cuMemsetD8(address, 0, nbytes), "clearing a window")
+    _check(_driver().cuCtxSynchronize(), "clearing a window")

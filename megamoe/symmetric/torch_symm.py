@@ -1,0 +1,50 @@
+"""Windows of GPU ranks through ``torch.distributed._symmetric_memory``: the default provider."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megamoe.errors import SymmetricMemoryError
+from megamoe.symmetric.base import Rendezvous, Window, agree
+
+__all__ = ["TorchSymmetricMemory"]
+
+
+class TorchSymmetricMemory:
+    """Symmetric memory of a ``torch.distributed`` group, one process per rank.
+
+    Multicast objects are neither created nor used. Several processes on one GPU need
+    ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        self._rendezvous = rendezvous
+        self._device = device
+
+    def allocate(self, nbytes: int) -> Window:
+        """Collective: a zero-filled window of ``nbytes`` on every rank.
+
+        Raises:
+            SymmetricMemoryError: on every rank, if any rank could not allocate or map.
+        """
+        group = getattr(self._rendezvous, "group", None) or dist.group.WORLD
+        if group is None:
+            raise SymmetricMemoryError(
+                "torch symmetric memory needs torch.distributed.init_process_group first"
+            )
+        result: dict[str, int] | Exception = {}
+        try:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            local = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
+            handle = symmetric.rendezvous(local, group)
+            bases = tuple(int(p) for p in handle.buffer_ptrs)
+            local.zero_()
+            torch.cuda.synchronize(self._device)
+            if any(b % 1024 for b in bases):
+                raise SymmetricMemoryError(f"windows are not aligned to 1024 bytes: {bases}")
+        except (ImportError, RuntimeError, SymmetricMemoryError) as e:
+            result = e
+        agree(self._rendezvous, f"a symmetric window of {nbytes} bytes", result)
+        return Window(local, bases, keep=[handle, local])

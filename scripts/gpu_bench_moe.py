@@ -1,0 +1,525 @@
+"""Times the MoE layer on GPUs beside public kernels, and writes ``benchmarks/results`` rows.
+
+    torchrun --nproc-per-node 2 scripts/gpu_bench_moe.py --models v4-flash --tokens 8,64
+
+Contenders: the fused SM90 kernel of sgl-deep-gemm ("peer"), an unfused pipeline of NCCL all-to-all,
+DeepGEMM grouped GEMMs and a Triton SwiGLU with all index work done before ("unfused"), and the two
+grouped GEMMs alone ("gemms"). All start from the same FP8 activations and include staging.
+
+Each is checked against the oracle on sampled tokens before it is timed. A time is the maximum
+over ranks of one call; L2 is flushed before each call, ranks meet on the stream, and the GPU is
+kept busy until the host has enqueued the call. Shape legend: T tokens, H hidden, E experts.
+"""
+
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megamoe.backends.cuda import CudaSession, cuda_config
+from megamoe.spec import MODELS, EpConfig, MoESpec
+from megamoe.symmetric.base import GroupRendezvous
+from megamoe.weights import ExpertWeights
+
+F8 = torch.float8_e4m3fn
+CLAMP = 10.0
+FLOP_RATE, READ_RATE, LINK_RATE = 1250e12, 4.70e12, 335e9
+
+
+def say(*words):
+    if dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def quantise(x):
+    """e4m3 [T, H] and FP32 scales [T, H/128] by the layer's rule."""
+    v = x.float().view(x.shape[0], -1, 128)
+    scale = v.abs().amax(-1).clamp(min=1e-30) / 448.0
+    q = (v * scale.reciprocal()[..., None]).clamp(-448, 448).to(F8)
+    return q.view(x.shape), scale.contiguous()
+
+
+def make_routes(spec, tokens, routing, generator):
+    """Scores and top-k ids of this rank."""
+    experts, topk = spec.num_experts, spec.topk
+    score = torch.randn(tokens, experts, device="cuda", generator=generator)
+    if routing == "zipf":
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(7)).cuda()
+        score += torch.log(1.0 / torch.arange(1, experts + 1, device="cuda").float())[order]
+    if routing == "hot":
+        chosen = torch.rand(tokens, 1, device="cuda", generator=generator) < 0.5
+        score[:, :topk] += torch.where(chosen, 100.0, 0.0)
+    if routing == "one":
+        score[:, experts // dist.get_world_size() :] -= 1e4
+    weight, ids = torch.topk(score, topk, dim=-1)
+    return ids, weight.softmax(-1).contiguous()
+
+
+def make_weights(spec, rank, ranks):
+    """This rank's experts: e4m3 [E_l, N, K] and FP32 block scales, for both linears."""
+    local = spec.num_experts // ranks
+    torch.manual_seed(1 + rank)
+
+    def make(n, k):
+        w = torch.empty(local, n, k, dtype=F8, device="cuda")
+        for e in range(local):
+            w[e] = (torch.randn(n, k, device="cuda") * 60).to(F8)
+        return w, (torch.rand(local, n // 128, k // 128, device="cuda") + 0.5) * 0.0005
+
+    return make(2 * spec.inter, spec.hidden), make(spec.hidden, spec.inter)
+
+
+def oracle(spec, weights, x8, sx, ids, weight, sample):
+    """FP32 y of the sampled tokens of every rank: each rank does its own experts' part."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    (w1, s1), (w2, s2) = weights
+    local = spec.num_experts // ranks
+
+    def everyone(t):
+        out = [torch.empty_like(t) for _ in range(ranks)]
+        dist.all_gather(out, t.contiguous())
+        return torch.cat(out)
+
+    x = everyone(x8[sample].float().view(len(sample), -1, 128) * sx[sample][..., None])
+    x = x.view(len(x), -1)
+    ids_all, weight_all = everyone(ids[sample]), everyone(weight[sample])
+    slots = torch.zeros(*ids_all.shape, spec.hidden, device="cuda")
+    grow = lambda s: s.repeat_interleave(128, 0).repeat_interleave(128, 1)  # noqa: E731
+    for e in torch.unique(ids_all).tolist():
+        if e // local != rank:
+            continue
+        token, slot = (ids_all == e).nonzero(as_tuple=True)
+        i = e - rank * local
+        h = x[token] @ (w1[i].float() * grow(s1[i])).T
+        gate, up = h.chunk(2, -1)
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        q, scale = quantise(gate * torch.sigmoid(gate) * up)
+        h = (q.float().view(len(q), -1, 128) * scale[..., None]).view(len(q), -1)
+        slots[token, slot] = (h @ (w2[i].float() * grow(s2[i])).T).bfloat16().float()
+    dist.all_reduce(slots)
+    y = (slots * weight_all[..., None]).sum(1)
+    return y[rank * len(sample) : (rank + 1) * len(sample)]
+
+
+# ---------------------------------------------------------------- timing
+
+_flush = None
+_one = None
+
+
+def timed(call, count, warm=3):
+    """Times in µs of `count` calls: per call the maximum over ranks."""
+    global _flush, _one
+    if _flush is None:
+        _flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        _one = torch.zeros(1, device="cuda")
+    for _ in range(warm):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    pairs = []
+    for _ in range(count):
+        _flush.zero_()
+        dist.all_reduce(_one)
+        torch.cuda._sleep(2_000_000)  # about 1 ms: the host runs ahead
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        call()
+        b.record()
+        torch.cuda.synchronize()
+        pairs.append((a, b))
+    t = torch.tensor([a.elapsed_time(b) * 1e3 for a, b in pairs], device="cuda")
+    dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    return sorted(t.tolist())
+
+
+def sustained(call, seconds):
+    """µs per call back to back for a while, joules per call of this GPU, clocks and throttling."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    call()
+    torch.cuda.synchronize()
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record()
+    call()
+    b.record()
+    torch.cuda.synchronize()
+    one = torch.tensor([a.elapsed_time(b)], device="cuda")
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    n = max(4, int(seconds * 1e3 / one.item()))
+    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    a.record()
+    for _ in range(n):
+        call()
+    b.record()
+    time.sleep(seconds * 0.6)
+    clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    power = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+    torch.cuda.synchronize()
+    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3 / n
+    return {
+        "us": a.elapsed_time(b) * 1e3 / n,
+        "joules": joules,
+        "sm_mhz": clock,
+        "watts": power,
+        "throttle": hex(reasons),
+    }
+
+
+# ---------------------------------------------------------------- contenders
+
+
+class Ours:
+    """Staging kernel and the fused kernel."""
+
+    def __init__(self, spec, weights, max_tokens, options):
+        rendezvous = GroupRendezvous()
+        config = EpConfig(
+            num_ranks=rendezvous.num_ranks,
+            max_tokens=max_tokens,
+            block_m=128,
+            ring_l1_blocks=options.ring,
+            ring_l2_blocks=options.ring,
+            wave_blocks=options.wave,
+            l2_lag_blocks=options.lag,
+            timeout_s=5.0,
+        )
+        self.config = cuda_config(spec, config)
+        self.session = CudaSession(spec, config, rendezvous)
+        (w1, s1), (w2, s2) = weights
+        local = range(w1.shape[0])
+        self.session.load_weights(ExpertWeights(e, w1[e], s1[e], w2[e], s2[e]) for e in local)
+
+    def prepare(self, x8, sx, ids, weight):
+        self.inputs = (x8, sx, ids.int().contiguous(), weight)
+        self.y = torch.full(x8.shape, float("nan"), device="cuda").bfloat16()
+
+    def stage(self):
+        self.session.stage(self.inputs[0], self.inputs[1])
+
+    def __call__(self):
+        self.stage()
+        self.session.launch(self.inputs[2], self.inputs[3], self.y)
+        return self.y
+
+
+class Peer:
+    """sgl-deep-gemm's fused SM90 kernel, its four copies included."""
+
+    def __init__(self, spec, weights):
+        import deep_gemm
+
+        self.gemm, self.spec = deep_gemm, spec
+        self.weights = deep_gemm.transform_weights_for_mega_moe_sm90(*weights)
+
+    def prepare(self, x8, sx, ids, weight):
+        s, tokens = self.spec, x8.shape[0]
+        self.inputs = (x8, sx, ids, weight)
+        self.buffer = self.gemm.get_symm_buffer_for_sm90_mega_moe(
+            dist.group.WORLD, s.num_experts, max(tokens, 128), s.topk, s.hidden, s.inter
+        )
+        self.y = torch.full(x8.shape, float("nan"), device="cuda").bfloat16()
+
+    def __call__(self):
+        b, tokens = self.buffer, self.y.shape[0]
+        targets = (b.x, b.x_sf, b.topk_idx, b.topk_weights)
+        for target, source in zip(targets, self.inputs, strict=True):
+            target[:tokens].copy_(source)
+        self.gemm.fp8_mega_moe(
+            self.y,
+            *self.weights,
+            b,
+            recipe=(128, 128, 128),
+            activation_clamp=CLAMP,
+            fast_math=True,
+        )
+        return self.y
+
+    def done(self):
+        self.buffer.destroy()
+
+
+class Unfused:
+    """NCCL all-to-all around DeepGEMM's grouped GEMMs; ``gemms`` is the GEMMs alone."""
+
+    def __init__(self, spec, weights):
+        import deep_gemm
+        import triton
+        import triton.language as tl
+
+        self.gemm, self.spec, self.weights = deep_gemm, spec, weights
+
+        @triton.jit
+        def swiglu(x, y, s, inter: tl.constexpr):
+            row = tl.program_id(0).to(tl.int64)
+            j = tl.program_id(1)
+            o = j * 128 + tl.arange(0, 128)
+            g = tl.minimum(tl.load(x + row * 2 * inter + o).to(tl.float32), 10.0)
+            u = tl.load(x + row * 2 * inter + inter + o).to(tl.float32)
+            u = tl.minimum(tl.maximum(u, -10.0), 10.0)
+            v = g * tl.sigmoid(g) * u
+            a = tl.maximum(tl.max(tl.abs(v), 0), 1e-10) / 448.0
+            tl.store(y + row * inter + o, (v / a).to(tl.float8e4nv))
+            tl.store(s + row * (inter // 128) + j, a)
+
+        self.swiglu = swiglu
+
+    def prepare(self, x8, sx, ids, weight):
+        s, ranks, rank = self.spec, dist.get_world_size(), dist.get_rank()
+        local = s.num_experts // ranks
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        count = torch.bincount(flat, minlength=s.num_experts)
+        every = torch.empty(ranks, s.num_experts, dtype=torch.int64, device="cuda")
+        dist.all_gather_into_tensor(every, count)
+        self.send = count.view(ranks, local).sum(1).tolist()
+        mine = every[:, rank * local : (rank + 1) * local]
+        self.receive = mine.sum(1).tolist()
+        total = sum(self.receive)
+        per = mine.sum(0).tolist()
+        padded = [math.ceil(c / 128) * 128 for c in per]
+        rows = max(128, sum(padded))
+        start = [sum(padded[:e]) for e in range(local)]
+        self.layout = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
+        position, fill = torch.empty(max(total, 1), dtype=torch.int64), start.copy()
+        at = 0
+        for of_source in mine.tolist():
+            for e, c in enumerate(of_source):
+                position[at : at + c] = torch.arange(fill[e], fill[e] + c)
+                fill[e] += c
+                at += c
+        for e in range(local):
+            self.layout[start[e] : start[e] + per[e]] = e
+        self.token, self.position = order // s.topk, position[:total].cuda()
+        self.inverse = torch.empty_like(order)
+        self.inverse[order] = torch.arange(flat.numel(), device="cuda")
+        new = lambda *shape, dtype=torch.uint8: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
+        groups = s.hidden // 128
+        self.got = (new(total, s.hidden), new(total, groups, dtype=torch.float32))
+        self.a = (new(rows, s.hidden), new(rows, groups, dtype=torch.float32))
+        self.h = new(rows, 2 * s.inter, dtype=torch.bfloat16)
+        self.b = (new(rows, s.inter).view(F8), new(rows, s.inter // 128, dtype=torch.float32))
+        self.d = new(rows, s.hidden, dtype=torch.bfloat16)
+        self.back = new(flat.numel(), s.hidden, dtype=torch.bfloat16)
+        self.x8, self.sx, self.weight = x8, sx, weight.bfloat16()
+
+    def gemms(self):
+        grouped = self.gemm.m_grouped_fp8_gemm_nt_contiguous
+        grouped((self.a[0].view(F8), self.a[1]), self.weights[0], self.h, self.layout)
+        grouped(self.b, self.weights[1], self.d, self.layout)
+
+    def __call__(self):
+        s = self.spec
+        x = self.x8.view(torch.uint8).index_select(0, self.token)
+        dist.all_to_all_single(self.got[0], x, self.receive, self.send)
+        scale = self.sx.index_select(0, self.token)
+        dist.all_to_all_single(self.got[1], scale, self.receive, self.send)
+        for a, got in zip(self.a, self.got, strict=True):
+            a.index_copy_(0, self.position, got)
+        grouped = self.gemm.m_grouped_fp8_gemm_nt_contiguous
+        grouped((self.a[0].view(F8), self.a[1]), self.weights[0], self.h, self.layout)
+        self.swiglu[(self.h.shape[0], s.inter // 128)](
+            self.h, self.b[0], self.b[1], s.inter, num_warps=1
+        )
+        grouped(self.b, self.weights[1], self.d, self.layout)
+        dist.all_to_all_single(
+            self.back, self.d.index_select(0, self.position), self.send, self.receive
+        )
+        slots = self.back.index_select(0, self.inverse).view(len(self.x8), s.topk, s.hidden)
+        return torch.bmm(self.weight.unsqueeze(1), slots).squeeze(1)
+
+
+# ---------------------------------------------------------------- one row
+
+
+def error(y, expected, sample):
+    """Largest over ranks of |y - expected| / |expected| over the sampled rows."""
+    e = (y[sample].float() - expected).norm() / expected.norm().clamp(min=1e-9)
+    e = torch.nan_to_num(e, nan=float("inf"))
+    dist.all_reduce(e, op=dist.ReduceOp.MAX)
+    return e.item()
+
+
+def floor_of(spec, ids):
+    """µs, bytes and FLOPs of the busiest rank, by the byte model of the results."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    local = spec.num_experts // ranks
+    count = torch.bincount(ids.flatten(), minlength=spec.num_experts)
+    every = torch.empty(ranks, spec.num_experts, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(every, count)
+    mine = every.view(ranks, ranks, local)  # [source, owner, expert]
+    rows = mine[:, rank].sum().item()
+    active = (mine[:, rank].sum(0) > 0).sum().item()
+    came = rows - mine[rank, rank].sum().item()
+    went = count.sum().item() - mine[rank, rank].sum().item()
+    h, i = spec.hidden, spec.inter
+    flops, bytes_w = 6.0 * rows * h * i, 3.0 * active * h * i
+    link = max(came * h + went * 2 * h, went * h + came * 2 * h)
+    v = torch.tensor([flops, bytes_w, float(link), float(rows)], device="cuda", dtype=torch.float64)
+    dist.all_reduce(v, op=dist.ReduceOp.MAX)
+    flops, bytes_w, link, most = v.tolist()
+    mean = count.sum().item()
+    us = max(flops / FLOP_RATE, bytes_w / READ_RATE, link / LINK_RATE) * 1e6
+    return us, bytes_w, link, most / max(mean, 1)
+
+
+def bench_row(model, spec, routing, tokens, contenders, options, weights):
+    generator = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
+    x8, sx = quantise(
+        torch.randn(tokens, spec.hidden, device="cuda", generator=generator).bfloat16()
+    )
+    ids, weight = make_routes(spec, tokens, routing, generator)
+    sample = torch.linspace(0, tokens - 1, min(tokens, 8)).long().cuda()
+    expected = oracle(spec, weights, x8, sx, ids, weight, sample)
+    floor, bytes_w, link, skew = floor_of(spec, ids)
+    ours = contenders["ours"]
+    row = {
+        "model": model,
+        "ranks": dist.get_world_size(),
+        "tokens": tokens,
+        "routing": routing,
+        "max_over_mean": round(skew, 3),
+        "ring_tokens": ours.config.ring_l1_blocks * ours.config.block_m,
+        "floor_us": round(floor, 1),
+        "reasons": {},
+    }
+    ours.prepare(x8, sx, ids, weight)
+    y = ours()
+    ours.session.check()
+    row["max_rel_err"] = error(y, expected, sample)
+    if not row["max_rel_err"] < 2e-2:
+        row["reasons"]["total_us"] = f"wrong: {row['max_rel_err']}"
+        return row
+    t = timed(ours, options.calls)
+    ours.session.check()
+    total = statistics.median(t)
+    row["total_us"], row["p99_us"] = round(total, 1), round(t[-1], 1)
+    row["stage_us"] = round(statistics.median(timed(ours.stage, 7)), 1)
+    row["fraction_of_floor"] = round(floor / total, 3)
+    row["tflops"] = round(6 * tokens * spec.topk * spec.hidden * spec.inter / total / 1e6, 1)
+    row["hbm_gbs"] = round(bytes_w / total / 1e3, 1)
+    row["nvlink_gbs"] = round(link / total / 1e3, 1)
+    for name in ("peer", "unfused"):
+        if name not in contenders:
+            row["reasons"][f"{name}_us"] = "not run: --only-ours"
+            continue
+        other = contenders[name]
+        try:
+            other.prepare(x8, sx, ids, weight)
+            y = other()
+            row[f"{name}_err"] = error(y, expected, sample)
+            if row[f"{name}_err"] < 5e-2:
+                row[f"{name}_us"] = round(statistics.median(timed(other, options.calls)), 1)
+            else:
+                row["reasons"][f"{name}_us"] = f"wrong: {row[f'{name}_err']}"
+            if name == "unfused":
+                row["gemms_us"] = round(statistics.median(timed(other.gemms, options.calls)), 1)
+            if hasattr(other, "done"):
+                other.done()
+        except Exception as e:  # noqa: BLE001 - a contender that cannot run is a row's reason
+            row["reasons"][f"{name}_us"] = f"{type(e).__name__}: {str(e)[:200]}"
+    if options.sustain:
+        s = sustained(ours, options.sustain)
+        row["sustained_us"] = round(s["us"], 1)
+        row["joules_per_token"] = s["joules"] / max(tokens, 1)
+        row |= {k: s[k] for k in ("sm_mhz", "watts", "throttle")}
+        ours.session.check()
+    torch.cuda.empty_cache()
+    return row
+
+
+def show(row):
+    none = float("nan")
+    g = lambda k: row.get(k, none)  # noqa: E731
+    say(
+        f"| {row['model']} {row['routing']} T={row['tokens']} x{row['max_over_mean']} | ours "
+        f"{g('total_us')} (stage {g('stage_us')}) p99 {g('p99_us')} | floor {row['floor_us']} = "
+        f"{g('fraction_of_floor')} | peer {g('peer_us')} = {g('peer_us') / g('total_us'):.2f}x | "
+        f"unfused {g('unfused_us')} gemms {g('gemms_us')} | sust {g('sustained_us')} "
+        f"{g('sm_mhz')} MHz | err {g('max_rel_err'):.1e} {row['reasons'] or ''}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="v4-flash,deepseek-v3")
+    parser.add_argument("--tokens", default="8,64,512,1024,4096,8192")
+    parser.add_argument("--routing", default="uniform")
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--calls", type=int, default=15)
+    parser.add_argument("--sustain", type=float, default=0.0)
+    parser.add_argument("--ring", type=int, default=0)
+    parser.add_argument("--wave", type=int, default=0)
+    parser.add_argument("--lag", type=int, default=0)
+    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for model in options.models.split(","):
+        spec: MoESpec = replace(MODELS[model], num_shared=0, swiglu_clamp=CLAMP)
+        if options.experts:
+            spec = replace(spec, num_experts=options.experts)
+        weights = make_weights(spec, rank, ranks)
+        tokens = [int(t) for t in options.tokens.split(",")]
+        contenders = {}
+        if not options.only_ours:
+            for name, kind in (("peer", Peer), ("unfused", Unfused)):
+                try:
+                    contenders[name] = kind(spec, weights)
+                except Exception as e:  # noqa: BLE001
+                    say(f"{name}: {type(e).__name__}: {str(e)[:300]}")
+        for t in tokens:
+            contenders["ours"] = Ours(spec, weights, max(t, 128), options)
+            for routing in options.routing.split(","):
+                rows.append(bench_row(model, spec, routing, t, contenders, options, weights))
+                show(rows[-1])
+            contenders["ours"].session.close()
+            torch.cuda.empty_cache()
+        del weights, contenders
+        torch.cuda.empty_cache()
+    if rank == 0 and options.output:
+        meta = {
+            "commit": subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ).stdout.strip(),
+            "date": time.strftime("%Y-%m-%d"),
+            "gpu": torch.cuda.get_device_name(),
+            "num_gpus": ranks,
+            "driver": subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=False,
+            ).stdout.split("\n")[0],
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+            "notes": "burst: L2 flushed and ranks aligned before each call, max over ranks",
+        }
+        options.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

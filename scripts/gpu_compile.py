@@ -1,0 +1,45 @@
+"""Compiles the kernels of the tests and benchmarks into the cache, several at once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from megamoe.backends.cuda import compile_moe
+from megamoe.spec import MODELS, MoESpec, WeightDtype
+
+SHAPES: list[tuple[int, int, WeightDtype]] = [
+    (256, 128, "fp8"),
+    (512, 384, "fp8"),
+    (128, 128, "fp8"),
+    (256, 128, "bf16"),
+    (512, 384, "bf16"),
+]
+
+
+def compile_one(shape: tuple[int, int, WeightDtype]) -> str:
+    hidden, inter, dtype = shape
+    start = time.monotonic()
+    spec = MoESpec(hidden=hidden, inter=inter, num_experts=8, topk=1, weight_dtype=dtype)
+    cubin = compile_moe(spec)
+    kernel = cubin.resources()["megamoe_moe"]
+    return (
+        f"{shape}: {time.monotonic() - start:.0f} s, {kernel.registers} registers, spills "
+        f"{kernel.spill_stores}+{kernel.spill_loads}, {len(cubin.warnings())} warnings"
+    )
+
+
+def main() -> None:
+    shapes = list(SHAPES)
+    for name in ("deepseek-v3", "v4-flash", "v4-pro"):
+        shapes.append((MODELS[name].hidden, MODELS[name].inter, "fp8"))
+    if sys.argv[1:]:
+        shapes = [shapes[int(i)] for i in sys.argv[1:]]
+    with ProcessPoolExecutor(len(shapes)) as pool:
+        for line in pool.map(compile_one, shapes):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The CUDA backend: against the oracle, and bit for bit against itself however it is configured.
+
+Ranks are threads of this process that share one GPU, each with a stream and its part of the SMs, so
+that the protocol of several ranks is tested where one GPU is all there is.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe.backends.cuda import CudaSession
+from megamoe.errors import PeerTimeout
+from megamoe.layer import open_layer
+from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
+from megamoe.spec import EpConfig, MoESpec
+from tests.cases import Case, cases
+from tests.compare import assert_bitwise, assert_matches_oracle
+from tests.groups import run_group
+
+pytestmark = pytest.mark.gpu
+
+MINIMUM = EpConfig(num_ranks=1, max_tokens=400, block_m=8, ring_l1_blocks=1, ring_l2_blocks=1)
+LARGE = EpConfig(num_ranks=1, max_tokens=400, block_m=32)
+BIG = EpConfig(num_ranks=1, max_tokens=400, block_m=128)
+"""Blocks over 96 rows take the many-row path."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded():
+    """Loads torch's kernels: loading one may wait for kernels of other ranks on the same GPU."""
+    for name in ("fp8-shared", "fp8-x8", "bf16", "fp8-int32"):
+        run_case(by_name(1)[name], LARGE)
+
+
+@contextmanager
+def opened(spec, config, rendezvous):
+    """A layer on a stream of its own."""
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        open_layer(spec, config, backend="cuda", rendezvous=rendezvous) as layer,
+    ):
+        yield layer
+
+
+def gpu(value):
+    if isinstance(value, tuple):
+        return tuple(v.cuda() for v in value)
+    return value.cuda()
+
+
+def run_case(case: Case, config: EpConfig, calls: int = 1) -> list[torch.Tensor]:
+    """Outputs by rank; every call but the last is only there to leave state behind."""
+    config = replace(config, num_ranks=case.num_ranks, timeout_s=5)
+
+    def body(rendezvous):
+        with opened(case.spec, config, rendezvous) as layer:
+            layer.load_weights(case.experts(rendezvous.rank))
+            inputs = [gpu(v) for v in case.inputs(rendezvous.rank)]
+            for _ in range(calls):
+                y = layer.run(*inputs)
+            return y.cpu()
+
+    return run_group(case.num_ranks, body)
+
+
+def by_name(num_ranks: int) -> dict[str, Case]:
+    return {c.name: c for c in cases(num_ranks)}
+
+
+def bits(spec: MoESpec) -> int:
+    return FP8_TENSOR_CORE_BITS if spec.weight_dtype == "fp8" else 24
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("config", [MINIMUM, LARGE, BIG], ids=["minimum", "large", "big"])
+def test_matches_oracle(num_ranks, config):
+    for case in cases(num_ranks):
+        for rank, (y, want) in enumerate(zip(run_case(case, config), case.expected(), strict=True)):
+            if want.shape[0]:
+                what = f"{case.name} R={num_ranks} rank {rank}"
+                assert_matches_oracle(y, want, case.spec, what, bits(case.spec))
+
+
+MANY = [
+    Case("many", MoESpec(hidden=512, inter=384, num_experts=4, topk=2), (300,)),
+    Case("many-one", MoESpec(hidden=512, inter=384, num_experts=4, topk=2), (390,), "one_expert"),
+    Case("many-narrow", MoESpec(hidden=256, inter=128, num_experts=8, topk=2), (399,), "zipf:1.2"),
+    Case(
+        "many-bf16",
+        MoESpec(hidden=512, inter=384, num_experts=4, topk=2, weight_dtype="bf16"),
+        (300,),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", MANY, ids=lambda c: c.name)
+def test_many_rows_match_the_oracle_and_the_few_row_path(case):
+    """The switch between the two tile paths changes no bit."""
+    [many], [want] = run_case(case, BIG), case.expected()
+    assert_matches_oracle(many, want, case.spec, case.name, bits(case.spec))
+    for block_m in (8, 64):
+        [few] = run_case(case, replace(BIG, block_m=block_m))
+        assert_bitwise(few, many, f"{case.name} block_m {block_m} against 128")
+
+
+RINGS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (3, 2, 2), (5, 4, 3), (64, 64, 8)]
+
+
+@pytest.mark.parametrize("name", ["fp8-shared", "fp8-all-to-one", "bf16-unequal", "fp8-zipf"])
+def test_bits_do_not_depend_on_rings(name):
+    case = by_name(2)[name]
+    base = run_case(case, BIG)
+    for b1, b2, wave in RINGS:
+        for workers, lag, block_m in ((1, 0, 8), (3, 2, 16), (0, 1, 128)):
+            config = replace(
+                MINIMUM,
+                block_m=block_m,
+                ring_l1_blocks=b1,
+                ring_l2_blocks=b2,
+                wave_blocks=wave,
+                l2_lag_blocks=lag,
+                num_workers=workers,
+            )
+            for rank, (y, want) in enumerate(
+                zip(run_case(case, config, calls=2), base, strict=True)
+            ):
+                assert_bitwise(y, want, f"{name} {config} rank {rank}")
+
+
+@pytest.mark.parametrize("name", ["fp8-shared", "bf16-shared-clamp", "fp8-duplicates-masked"])
+def test_bits_do_not_depend_on_ep_size(name):
+    """One batch, dealt over 1, 2 and 4 ranks."""
+    case = by_name(1)[name]
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    [whole] = run_case(case, LARGE)
+    for tokens in ((4, x.shape[0] - 4), (0, 1, x.shape[0] - 3, 2)):
+        part = replace(case, tokens=tokens)
+        first = [sum(tokens[:r]) for r in range(len(tokens))]
+
+        def body(rendezvous, part=part, first=first, tokens=tokens):
+            r = rendezvous.rank
+            rows = slice(first[r], first[r] + tokens[r])
+            config = replace(MINIMUM, num_ranks=len(tokens), timeout_s=5)
+            with opened(part.spec, config, rendezvous) as layer:
+                layer.load_weights(part.experts(r))
+                return layer.run(x[rows], ids[rows], weight[rows]).cpu()
+
+        assert_bitwise(torch.cat(run_group(len(tokens), body)), whole, f"{name} over {tokens}")
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp8", "bf16"])
+def test_bits_do_not_depend_on_the_batch(weight_dtype):
+    """A token's row is the same alone, among others, and at any place in the batch."""
+    case = by_name(1)["fp8-shared"]
+    case = replace(case, spec=replace(case.spec, weight_dtype=weight_dtype), tokens=(350,))
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    with open_layer(case.spec, replace(BIG, timeout_s=5), backend="cuda") as layer:
+        layer.load_weights(case.experts(0))
+        whole = layer.run(x, ids, weight)
+        order = torch.randperm(350, generator=torch.Generator().manual_seed(3)).cuda()
+        shuffled = layer.run(x[order], ids[order], weight[order])
+        assert_bitwise(shuffled.cpu(), whole[order].cpu(), "shuffled")
+        for t in (0, 31, 349):
+            y = layer.run(x[t : t + 1], ids[t : t + 1], weight[t : t + 1])
+            assert_bitwise(y[0].cpu(), whole[t].cpu(), f"token {t} alone")
+
+
+def test_calls_follow_each_other_with_other_inputs():
+    """State of one call (counts, routes, ring positions) never reaches the next."""
+    every = [c for c in cases(2) if c.spec == by_name(2)["fp8"].spec and c.seed == 1]
+
+    def body(rendezvous):
+        config = replace(MINIMUM, num_ranks=2, timeout_s=5)
+        with opened(every[0].spec, config, rendezvous) as layer:
+            layer.load_weights(every[0].experts(rendezvous.rank))
+            inputs = [[gpu(v) for v in c.inputs(rendezvous.rank)] for c in every]
+            return [layer.run(*i).cpu() for _ in range(3) for i in inputs]
+
+    results = run_group(2, body)
+    for i, case in enumerate(every * 3):
+        for rank, want in enumerate(case.expected()):
+            if want.shape[0]:
+                what = f"call {i} {case.name} rank {rank}"
+                assert_matches_oracle(results[rank][i], want, case.spec, what, bits(case.spec))
+
+
+def test_graphs_replay_with_changed_inputs():
+    """Two graphs on one window, replayed in turn with new inputs, against eager calls."""
+    case = replace(by_name(1)["fp8-shared"], tokens=(40,))
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    ids = ids.int()
+    session = CudaSession(case.spec, replace(BIG, timeout_s=5), _alone())
+    session.load_weights(case.experts(0))
+
+    def eager(tokens, shift):
+        y = torch.full(
+            (tokens, case.spec.hidden), float("nan"), dtype=torch.bfloat16, device="cuda"
+        )
+        session.stage(x[shift : shift + tokens], None)
+        session.run_moe(
+            ids[shift : shift + tokens].contiguous(), weight[shift : shift + tokens].contiguous(), y
+        )
+        return y
+
+    graphs = []
+    for tokens in (9, 20):
+        sx, si, sw = x[:tokens].clone(), ids[:tokens].clone(), weight[:tokens].clone()
+        y = torch.zeros(tokens, case.spec.hidden, dtype=torch.bfloat16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            session.stage(sx, None)
+            session.launch(si, sw, y)
+        graphs.append((graph, tokens, sx, si, sw, y))
+    for shift in (0, 7, 19):
+        want = [eager(tokens, shift) for _, tokens, *_ in graphs]
+        for (graph, tokens, sx, si, sw, y), expected in zip(graphs, want, strict=True):
+            rows = slice(shift, shift + tokens)
+            sx.copy_(x[rows])
+            si.copy_(ids[rows])
+            sw.copy_(weight[rows])
+            y.fill_(float("nan"))
+            for _ in range(3):
+                graph.replay()
+            session.check()
+            assert_bitwise(y.cpu(), expected.cpu(), f"{tokens} tokens from {shift}")
+    session.close()
+
+
+def test_a_missing_rank_is_named_and_reset_mends_it():
+    """Rank 1 does not call: rank 0 raises within the limit, the context lives, reset repairs."""
+    case = by_name(2)["fp8-shared"]
+    want = run_case(case, LARGE)
+
+    def body(rendezvous):
+        config = replace(LARGE, num_ranks=2, timeout_s=0.3)
+        with opened(case.spec, config, rendezvous) as layer:
+            layer.load_weights(case.experts(rendezvous.rank))
+            inputs = [gpu(v) for v in case.inputs(rendezvous.rank)]
+            if rendezvous.rank == 0:
+                with pytest.raises(PeerTimeout) as caught:
+                    layer.run(*inputs)
+                assert caught.value.record.peer == 1
+                assert caught.value.record.tag == "counts_flag"
+            layer.reset(20)
+            return layer.run(*inputs).cpu()
+
+    for rank, (y, expected) in enumerate(zip(run_group(2, body), want, strict=True)):
+        assert_bitwise(y, expected, f"rank {rank} after reset")
+
+
+def _alone():
+    from megamoe.symmetric.base import find_rendezvous
+
+    return find_rendezvous(1)

@@ -1,0 +1,46 @@
+"""Every kernel variant compiles to a cubin on this machine, without spills, within its budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megamoe.backends.cuda import compile_moe
+from megamoe.spec import MODELS, MoESpec
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+# K loops unrolled over the stages, not unrolled, BF16.
+VARIANTS = {
+    "fp8": MODELS["deepseek-v3"],
+    "fp8-short-k": MODELS["qwen3-30b"],
+    "bf16": replace(MODELS["qwen3-30b"], weight_dtype="bf16"),
+}
+THREADS, SHARED_BYTES = 384, 232448
+# 65536 registers of an SM for 384 threads: what a CTA may have at launch.
+LAUNCH_REGISTERS = 65536 // THREADS // 8 * 8
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_within_budget(name, capsys):
+    spec: MoESpec = VARIANTS[name]
+    cubin = compile_moe(spec)
+    shared = cubin.constant("megamoe_moe_shared_bytes")
+    resources = cubin.resources()
+    with capsys.disabled():
+        for r in resources.values():
+            size = shared if r.kernel == "megamoe_moe" else 0
+            print(
+                f"\n{name:12s} {r.kernel:14s} registers {r.registers:3d} shared {size:6d} "
+                f"stack {r.stack} spills {r.spill_stores}+{r.spill_loads} bytes",
+                end="",
+            )
+    assert set(resources) == {"megamoe_moe", "megamoe_stage"}
+    assert cubin.constant("megamoe_moe_threads") == THREADS
+    assert shared <= SHARED_BYTES, f"{shared} bytes of shared memory, a CTA has {SHARED_BYTES}"
+    assert not cubin.warnings(), cubin.warnings()
+    for r in resources.values():
+        assert r.registers <= LAUNCH_REGISTERS, r
+        assert r.spill_stores == r.spill_loads == 0, r
