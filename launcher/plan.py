@@ -97,8 +97,8 @@ def attention_pre(
     model: Annotated[
         str, typer.Option(help=f"A published layer: {', '.join(ATTENTION_MODELS)}.")
     ] = "glm-5.2",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 16,
-    new: Annotated[int, typer.Option(min=1, help="New tokens per request.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 1,
+    new: Annotated[int, typer.Option(min=1, help="New tokens per request.")] = 16,
     kv: Annotated[int, typer.Option(min=1, help="Keys per request, new tokens included.")] = 8192,
     workers: Annotated[int, typer.Option(min=1, help="Resident CTAs: SMs of the GPU.")] = 132,
     tiles: Annotated[

@@ -44,7 +44,7 @@ class Times:
 def times(seconds: Sequence[float]) -> Times:
     """Statistics of durations given in seconds."""
     ordered = sorted(s * 1e6 for s in seconds)
-    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
     return Times(statistics.median(ordered), p99, ordered[0], len(ordered))
 
 

@@ -1,0 +1,226 @@
+"""The command line: its surface, what it imports, how it reports errors, and plan and doctor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from launcher import console
+from launcher.cli import app
+from launcher.ranks import arguments
+from megamoe.errors import CheckpointError, InputError
+
+ROOT = Path(__file__).parents[2]
+SURFACE = Path(__file__).with_name("cli_surface.txt")
+
+
+def commands(command=None, name: str = "") -> dict[str, object]:
+    """Every command that does something, by its full name."""
+    command = command or typer.main.get_command(app)
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return {name.strip(): command}
+    found: dict[str, object] = {}
+    for word, child in inner.items():
+        found |= commands(child, f"{name} {word}")
+    return found
+
+
+def surface() -> list[str]:
+    lines = []
+    for name, command in commands().items():
+        for parameter in command.params:
+            needed = " (required)" if parameter.required else ""
+            lines.append(f"{name} {'/'.join(parameter.opts)}{needed}")
+    return sorted(lines)
+
+
+def test_the_surface_is_frozen():
+    """A changed line breaks somebody's script: change the file on purpose, in the same commit."""
+    now, frozen = surface(), SURFACE.read_text().splitlines()
+    gone, new = sorted(set(frozen) - set(now)), sorted(set(now) - set(frozen))
+    assert now == frozen, f"gone: {gone}; new: {new}"
+
+
+def test_help_and_plain_errors_load_no_torch():
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from launcher.cli import app\n"
+        "for args in (['--help'], ['bench', 'moe', '--help'], ['run']):\n"
+        "    CliRunner().invoke(app, args)\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_and_option_says_what_it_is(name):
+    command = commands()[name]
+    assert command.help, name
+    silent = [p.opts for p in command.params if not p.help and p.name != "help"]
+    assert not silent, f"{name}: no help for {silent}"
+
+
+# ---------------------------------------------------------------- options to rank processes
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(commands()) if n.split()[0] != "plan"])
+def test_rank_processes_get_the_options_that_were_given(name):
+    """Options rendered for torchrun parse back to the same values, ``--ranks`` left out."""
+    command = commands()[name]
+    given = []
+    for i, p in enumerate(q for q in command.params if q.name not in ("help", "ranks")):
+        # Digits are a value of every type that options have here.
+        for n in range(2 if p.multiple else 1):
+            given += [p.opts[0]] if p.is_flag else [p.opts[0], str(10 * i + n + 1)]
+    ranks = ["--ranks", "3"] if any(p.name == "ranks" for p in command.params) else []
+    first = command.make_context(name, [*given, *ranks])
+    again = command.make_context(name, arguments(first))
+    expected = {k: v for k, v in first.params.items() if k != "ranks"}
+    assert {k: v for k, v in again.params.items() if k != "ranks"} == expected
+    assert again.params.get("ranks") is None
+
+
+# ---------------------------------------------------------------- errors
+
+
+def failing(debug: bool, error: Exception, rank: int | None = None):
+    own = typer.Typer()
+
+    @own.command()
+    def fail() -> None:
+        with console.errors_to_exit(debug=debug, rank=rank):
+            raise error
+
+    return CliRunner().invoke(own, [])
+
+
+def test_an_expected_error_is_one_line_and_a_hint():
+    found = failing(False, CheckpointError("no such\n  folder"))
+    assert found.exit_code == console.EXIT_ERROR
+    lines = found.stderr.splitlines()
+    assert lines[0] == "error: no such folder"
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2
+
+
+def test_debug_shows_the_traceback_and_rank_is_named():
+    found = failing(True, InputError("x has shape [3]"), rank=2)
+    assert "Traceback" in found.stderr
+    assert "error: rank 2: x has shape [3]" in found.stderr
+
+
+def test_a_bug_is_not_dressed_up():
+    found = failing(False, ZeroDivisionError("bug"))
+    assert isinstance(found.exception, ZeroDivisionError)
+
+
+# ---------------------------------------------------------------- plan
+
+
+def plan(*options: str):
+    return CliRunner().invoke(app, ["plan", "moe", *options])
+
+
+def test_plan_adds_up_and_orders_the_rings():
+    found = plan("--model", "v4-flash", "--tokens", "512", "--ranks", "1,4", "--json")
+    assert found.exit_code == 0, found.output
+    plans = json.loads(found.stdout)["plans"]
+    assert [p["ranks"] for p in plans] == [1, 4]
+    for p in plans:
+        assert sum(p["regions"].values()) == p["window_bytes"]
+        smallest, full = p["window_bytes_min_rings"], p["window_bytes_full_rings"]
+        assert smallest < p["window_bytes"] < full
+        # 6 slots of 4096 BF16 columns per token.
+        assert p["regions"]["combine"] == 512 * 6 * 4096 * 2
+        assert p["regions"]["l1_ring"] == p["ring_l1_blocks"] * 128 * 4096
+        # w1 and w2 of a rank's experts in e4m3, with an FP32 scale per 128x128.
+        weights = 256 // p["ranks"] * 3 * 4096 * 2048
+        assert p["weight_bytes"] == weights + weights // 128**2 * 4
+
+
+def test_a_larger_ring_is_what_grows():
+    small, large = (
+        json.loads(plan("--model", "qwen3-30b", "--ranks", "2", "--ring-l1", n, "--json").stdout)
+        for n in ("64", "96")
+    )
+    grown = {
+        name: large["plans"][0]["regions"][name] - nbytes
+        for name, nbytes in small["plans"][0]["regions"].items()
+    }
+    assert grown["l1_ring"] == 32 * 128 * 2048
+    assert grown["l1_scale"] == 32 * 128 * (2048 // 128) * 4
+    assert grown["combine"] == grown["l2_ring"] == grown["input"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "gpt-2"], "gpt-2"),
+        (["--hidden", "256"], "--experts"),
+        (["--model", "qwen3-30b", "--ranks", "3"], "not divisible by num_ranks = 3"),
+        (["--model", "qwen3-30b", "--ranks", "two"], "--ranks two"),
+        (["--model", "qwen3-30b", "--backend", "tpu"], "--backend tpu"),
+        (["--model", "qwen3-30b", "--weight-dtype", "int4"], "int4"),
+    ],
+)
+def test_plan_says_what_is_wrong(options, message):
+    found = plan(*options)
+    assert found.exit_code == console.EXIT_ERROR
+    assert message in found.stderr
+
+
+def test_plan_attention_pre_reproduces_the_published_plan():
+    found = CliRunner().invoke(
+        app,
+        [
+            "plan",
+            "attention-pre",
+            "--tiles",
+            "seed",
+            "--workers",
+            "148",
+            "--queue",
+            "round_robin",
+            "--json",
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    values = json.loads(found.stdout)
+    assert values["tasks"] == 732
+    assert values["events"] == 70
+    assert values["instruction_tensor"] == [148, 5, 32]
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_doctor_finds_that_cpu_ranks_run_here():
+    found = CliRunner().invoke(app, ["doctor", "--json"])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    by_name = {f["name"]: f for f in report["findings"]}
+    assert by_name["CPU ranks"]["status"] == "ok"
+    assert "portable" in by_name["processor"]["detail"]
+    assert {f["status"] for f in report["findings"]} <= {"ok", "absent", "problem"}
+
+
+def test_doctor_fails_where_shared_memory_is_too_small(monkeypatch):
+    from launcher import doctor
+
+    usage = type("usage", (), {"free": 64 << 20, "total": 64 << 20})
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    found = CliRunner().invoke(app, ["doctor"])
+    assert found.exit_code == console.EXIT_WRONG
+    assert "--shm-size" in found.stdout
