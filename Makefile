@@ -18,7 +18,6 @@ PYTEST_ARGS ?= -m "not gpu"
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
 , := ,
 
 .PHONY: help
@@ -28,32 +27,35 @@ help:
 # ---------------------------------------------------------------- the environment
 
 $(VENV)/.created: scripts/find_python.sh
-	rm -rf $(VENV)
-	python=$$(scripts/find_python.sh $(PYTHON)) && echo "using $$python" && "$$python" -m venv $(VENV)
-	touch $@
+	@python=$$(scripts/find_python.sh $(PYTHON)); \
+	    echo "making $(VENV) with $$python"; \
+	    rm -rf $(VENV); \
+	    "$$python" -m venv $(VENV)
+	@touch $@
 
 # A stamp is newer than what it was installed from, so that a second run installs nothing.
+# --no-compile: byte code of the few modules that are used is made at their first import.
+INSTALL := $(PY) -m pip --disable-pip-version-check install -qq --no-compile -c $(CONSTRAINTS)
 define install
-	$(PIP) install -qq -c $(CONSTRAINTS) scikit-build-core nanobind cmake ninja
-	PATH="$(abspath $(VENV))/bin:$$PATH" \
-	    $(PIP) install -qq -c $(CONSTRAINTS) --no-build-isolation -e '.[$(1)]'
-	touch $@
+	@echo "installing megamoe[$(1)] into $(VENV); the first time takes minutes"
+	@$(INSTALL) scikit-build-core nanobind cmake ninja
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(INSTALL) --no-build-isolation -e '.[$(1)]'
+	@touch $@
 endef
 
 $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "installing megamoe[demo] into $(VENV)"
 	$(call install,build$(,)demo)
 
 $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "installing megamoe[test] into $(VENV)"
 	$(call install,test)
-	touch $(VENV)/.demo
+	@touch $(VENV)/.demo
 
-
-# The extension again, if a C++ source changed since. The build folder is the one that pip made.
+# The extension again, if a C++ source changed since; in the build folder that pip made.
 define native
-	@PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build \
-	    build/editable-$$($(PY) -c 'import sys; print(sys.implementation.cache_tag)') -- --quiet
+	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
+	    build=build/editable-$$(python -c 'import sys; print(sys.implementation.cache_tag)'); \
+	    [ -f "$$build/CMakeCache.txt" ] || $(INSTALL) --no-build-isolation --no-deps -e .; \
+	    cmake --build "$$build" -- --quiet
 endef
 
 # ---------------------------------------------------------------- what people run
