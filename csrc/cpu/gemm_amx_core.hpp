@@ -76,8 +76,7 @@ struct AmxCore {
                 continue;
             }
             for (int i = 0; i < kGroup; i += V::kW) {
-                store_bf16<V>(reinterpret_cast<uint16_t*>(to) + i,
-                              load_e4m3_times_256<V>(src + i) * 0x1p-8f);
+                store_bf16<V>(reinterpret_cast<uint16_t*>(to) + i, load_e4m3<V>(src + i));
             }
         }
         std::memset(to, 0, static_cast<size_t>((16 - rows % 16) % 16) * kXRowBytes);

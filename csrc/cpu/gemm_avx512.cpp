@@ -8,8 +8,8 @@
 
 #include "gemm_isa.hpp"
 #include "gemm_math.hpp"
-#include "gemm_tile.hpp"
 #include "gemm_vec16.hpp"
+#include "gemm_vector_core.hpp"
 
 namespace megamoe::cpu {
 

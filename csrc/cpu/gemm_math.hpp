@@ -4,10 +4,14 @@
 // with external linkage, compiled with AVX-512 flags, could be the copy that the linker keeps for
 // the whole library. For the same reason no std templates are used here.
 //
-// V names the vectors of an instruction set: kW lanes, F (float), I (int32), U16, U8 (kW elements),
-// splat(), fma() (one rounding) and mul_add() (the same where a * b is exact in FP32). Vectors are
-// GCC/Clang vector types: one text serves SSE2, NEON, AVX2 and AVX-512. A cast between F and I
-// reinterprets bits.
+// V names the vectors of an instruction set: kW lanes, F (float), I (int32), I16 (twice as many),
+//   splat(value)             every lane
+//   fma(a, b, c)             a * b + c with one rounding
+//   mul_add(a, b, c)         the same where a * b is exact in FP32
+//   load_u8, load_u16        kW unsigned integers, widened to I
+//   store_u8, store_u16      the lower bits of I, whose other bits are 0
+// Vectors are GCC/Clang vector types: one text serves SSE2, NEON, AVX2 and AVX-512. A cast between
+// F and I reinterprets bits.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +44,7 @@ MM_INLINE typename V::F select(typename V::I mask, typename V::F yes, typename V
 
 template <class V>
 MM_INLINE typename V::F load_bf16(const uint16_t* from) {
-    using I = typename V::I;
-    return (typename V::F)(__builtin_convertvector(load<typename V::U16>(from), I) << 16);
+    return (typename V::F)(V::load_u16(from) << 16);
 }
 
 // Round to nearest even; NaN stays NaN.
@@ -52,23 +55,18 @@ MM_INLINE void store_bf16(uint16_t* to, typename V::F value) {
     const I nan = (bits & 0x7fffffff) > 0x7f800000;
     const I rounded = (~nan & bits) + 0x7fff + ((bits >> 16) & 1);
     const I result = (nan & (bits | 0x400000)) | (~nan & rounded);
-    store(to, __builtin_convertvector(result >> 16 & 0xffff, typename V::U16));
+    V::store_u16(to, result >> 16 & 0xffff);
 }
 
-// e4m3 codes to FP32, times 256 so that activations undo the 2^-8 of V::decode_fp8.
-// The bits of a code, shifted, are an FP32 number 2^-120 times too small.
+// e4m3 codes to FP32: a code's 7 bits, shifted, are an FP32 number 2^-120 times too small.
 template <class V>
-MM_INLINE typename V::F load_e4m3_times_256(const uint8_t* from) {
+MM_INLINE typename V::F load_e4m3(const uint8_t* from) {
     using I = typename V::I;
     using F = typename V::F;
-    const I code = __builtin_convertvector(load<typename V::U8>(from), I);
+    const I code = V::load_u8(from);
     const I magnitude = code & 0x7f;
-    // Denormals by conversion from integer: no FP32 denormal arises, which some machines trap.
-    const F denormal = __builtin_convertvector(magnitude, F) * 0x1p-1f;
-    const I normal = (magnitude << 20) + (128 << 23);
-    I bits = (I)select<V>(magnitude < 8, denormal, (F)normal);
-    bits |= (magnitude == 0x7f) & 0x7fc00000;
-    return (F)(bits | (code & 0x80) << 24);
+    const I nan = (magnitude == 0x7f) & 0x7fc00000;
+    return (F)((I)((F)(magnitude << 20) * 0x1p120f) | nan | (code & 0x80) << 24);
 }
 
 // Round to nearest even, saturating; NaN becomes 0x7f with the sign kept.
@@ -86,8 +84,7 @@ MM_INLINE void store_e4m3(uint8_t* to, typename V::F value) {
     const I small = limited < 0x1p-6f;
     const I nan = magnitude != magnitude;
     const I code = (small & denormal) | (~small & normal);
-    store(to,
-          __builtin_convertvector(((nan & 0x7f) | (~nan & code) | sign) & 0xff, typename V::U8));
+    V::store_u8(to, (nan & 0x7f) | (~nan & code) | sign);
 }
 
 // ------------------------------------------------------------------ SwiGLU

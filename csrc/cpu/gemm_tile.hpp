@@ -101,133 +101,6 @@ void pack_w2(uint8_t* dst, const void* w2, const GemmShape& shape) {
     pack_matrix<Core>(dst, w2, shape, shape.hidden, shape.inter, 1);
 }
 
-// ------------------------------------------------------------------ vector core
-
-// Weight formats of a micro kernel: kStep values of K per decoded group of kW columns.
-template <class V>
-struct Fp8Weights {
-    static constexpr int kStep = 4, kColumnBytes = kGroup;
-    MM_INLINE static void decode(const uint8_t* from, typename V::F (&out)[4]) {
-        V::decode_fp8(from, out);
-    }
-};
-
-template <class V>
-struct Bf16Weights {
-    static constexpr int kStep = 2, kColumnBytes = 2 * kGroup;
-    MM_INLINE static void decode(const uint8_t* from, typename V::F (&out)[2]) {
-        const auto pairs = load<typename V::I>(from);
-        out[0] = (typename V::F)(pairs << 16);
-        out[1] = (typename V::F)(pairs & static_cast<int32_t>(0xffff0000));
-    }
-};
-
-// acc[MR rows, NV * kW columns] += (x . w over 128 of K) * scale[row].
-template <class V, class W, int MR, int NV>
-MM_INLINE void micro_kernel(const float* x, const uint8_t* w, const float* scale, float* acc) {
-    using F = typename V::F;
-    constexpr int kVectorBytes = V::kW * W::kColumnBytes;  // one column group of a block
-    constexpr int kStepBytes = kVectorBytes * W::kStep / kGroup;
-    F partial[MR][NV] = {};
-    for (int k = 0; k < kGroup; k += W::kStep) {
-#pragma GCC unroll 16
-        for (int v = 0; v < NV; ++v) {
-            F decoded[W::kStep];
-            W::decode(w + v * kVectorBytes, decoded);
-#pragma GCC unroll 4
-            for (int i = 0; i < W::kStep; ++i) {
-#pragma GCC unroll 16
-                for (int r = 0; r < MR; ++r) {
-                    partial[r][v] =
-                        V::mul_add(V::splat(x[r * kGroup + k + i]), decoded[i], partial[r][v]);
-                }
-            }
-        }
-        w += kStepBytes;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 16
-        for (int v = 0; v < NV; ++v) {
-            float* to = acc + r * kAccStride + v * V::kW;
-            store(to, V::fma(partial[r][v], V::splat(scale[r]), load<F>(to)));
-        }
-    }
-}
-
-template <class V, class W, int MR, int NV>
-__attribute__((noinline)) void multiply_rows(const float* x, const uint8_t* w, const float* scale,
-                                             float* acc) {
-    static_assert(kGroup % (NV * V::kW) == 0);
-    for (int column = 0; column < kGroup; column += NV * V::kW) {
-        micro_kernel<V, W, MR, NV>(x, w + column * W::kColumnBytes, scale, acc + column);
-    }
-}
-
-template <class V>
-struct VectorCore {
-    using Vec = V;
-
-    static void pack_block(uint8_t* dst, const uint8_t* src, size_t row_bytes, bool is_fp8) {
-        const int element = is_fp8 ? 1 : 2;
-        for (int group = 0; group < kGroup; group += V::kW) {
-            for (int k = 0; k < kGroup; k += 2) {
-                for (int i = 0; i < V::kW; ++i, dst += 2 * element) {
-                    std::memcpy(dst, src + (group + i) * row_bytes + k * element, 2 * element);
-                }
-            }
-        }
-    }
-
-    static void begin(int) {}
-    static void end() {}
-
-    // 128 columns of `rows` rows to FP32. FP8 values come times 256, weights times 2^-8.
-    static void prepare_x(const uint8_t* src, size_t row_bytes, int rows, bool is_fp8,
-                          Scratch& scratch) {
-        float* to = scratch.x;
-        for (int row = 0; row < rows; ++row, to += kGroup, src += row_bytes) {
-            for (int i = 0; i < kGroup; i += V::kW) {
-                if (is_fp8) {
-                    store(to + i, load_e4m3_times_256<V>(src + i));
-                } else {
-                    store(to + i, load_bf16<V>(reinterpret_cast<const uint16_t*>(src) + i));
-                }
-            }
-        }
-    }
-
-    static void multiply(const uint8_t* w, int rows, bool is_fp8, Scratch& scratch, float* acc) {
-        if (is_fp8) {
-            multiply_as<Fp8Weights<V>>(w, rows, scratch, acc);
-        } else {
-            multiply_as<Bf16Weights<V>>(w, rows, scratch, acc);
-        }
-    }
-
-  private:
-    template <class W>
-    static void multiply_as(const uint8_t* w, int rows, Scratch& scratch, float* acc) {
-        // As few row groups as possible, of nearly equal size.
-        int groups = (rows + V::kMaxRows - 1) / V::kMaxRows;
-        for (int row = 0; row < rows; --groups) {
-            const int count = (rows - row + groups - 1) / groups;
-            dispatch<W, V::kMaxRows>(count, scratch.x + row * kGroup, w, scratch.scale + row,
-                                     acc + static_cast<size_t>(row) * kAccStride);
-            row += count;
-        }
-    }
-
-    template <class W, int MR>
-    static void dispatch(int count, const float* x, const uint8_t* w, const float* scale,
-                         float* acc) {
-        if constexpr (MR > 1) {
-            if (count != MR) return dispatch<W, MR - 1>(count, x, w, scale, acc);
-        }
-        multiply_rows<V, W, MR, V::vectors(MR)>(x, w, scale, acc);
-    }
-};
-
 // ------------------------------------------------------------------ tiles
 
 // acc[rows, halves * 128] of one tile.
@@ -262,8 +135,7 @@ MM_INLINE void accumulate(const void* x, const float* x_scale, int rows, const u
     for (int row = 0; row < rows; ++row) {
         for (int i = 0; i < halves * kGroup; i += V::kW) {
             float* to = scratch.acc + static_cast<size_t>(row) * kAccStride + i;
-            const auto flag =
-                __builtin_convertvector(load<typename V::U8>(flags + i), typename V::I);
+            const auto flag = V::load_u8(flags + i);
             store(to, (typename V::F)(load<typename V::I>(to) | -flag));  // all ones is a NaN
         }
     }

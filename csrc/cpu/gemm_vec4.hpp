@@ -14,12 +14,12 @@ struct Vec4 {
     static constexpr int kW = 4;
     typedef float F __attribute__((vector_size(16)));
     typedef int32_t I __attribute__((vector_size(16)));
-    typedef uint16_t U16 __attribute__((vector_size(8)));
-    typedef uint8_t U8 __attribute__((vector_size(4)));
+    typedef int16_t I16 __attribute__((vector_size(16)));
 
-    // Rows of a micro kernel, and its columns in vectors: at most 12 sums in 16 registers.
-    static constexpr int kMaxRows = 4;
-    static constexpr int vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+    // 16 registers on x86-64: 12 sums, 2 to 4 operands.
+    static constexpr int kMaxRows = 6, kVectors = 2;
+    static constexpr int kFewRows = 3, kFewVectors = 4;
+    static constexpr int kSums = 8;
 
     MM_INLINE static F splat(float value) { return F{value, value, value, value}; }
 
@@ -40,15 +40,17 @@ struct Vec4 {
 #endif
     }
 
-    // [2 k pairs][4 columns][2 k] codes to 4 vectors of columns, times 2^-8. NaN codes excepted.
-    MM_INLINE static void decode_fp8(const uint8_t* from, F (&out)[4]) {
-#pragma GCC unroll 2
-        for (int pair = 0; pair < 2; ++pair) {
-            const I codes = __builtin_convertvector(load<U16>(from + pair * 8), I);
-            constexpr int32_t kMask = static_cast<int32_t>(0x87f00000);
-            out[2 * pair] = (F)(codes << 24 >> 4 & kMask) * 0x1p112f;
-            out[2 * pair + 1] = (F)(codes << 16 >> 4 & kMask) * 0x1p112f;
-        }
+    template <class T>
+    MM_INLINE static I widen(const T* from) {
+        return I{from[0], from[1], from[2], from[3]};
+    }
+    MM_INLINE static I load_u8(const uint8_t* from) { return widen(from); }
+    MM_INLINE static I load_u16(const uint16_t* from) { return widen(from); }
+    MM_INLINE static void store_u8(uint8_t* to, I value) {
+        for (int i = 0; i < kW; ++i) to[i] = static_cast<uint8_t>(value[i]);
+    }
+    MM_INLINE static void store_u16(uint16_t* to, I value) {
+        for (int i = 0; i < kW; ++i) to[i] = static_cast<uint16_t>(value[i]);
     }
 };
 

@@ -10,7 +10,7 @@
 //   g++ -std=c++20 -O2 -ffp-contract=off -Icsrc/cpu tests/cpp/gemm_*.cpp build/gemm/*.o -lpthread
 //       -o build/gemm/gemm_test
 //   build/gemm/gemm_test                        tests of every instruction set here; 1 on a failure
-//   build/gemm/gemm_test --bench [experts [threads]]          also a table of speeds
+//   build/gemm/gemm_test --bench [experts [threads]]          a table of speeds
 //
 // tests/unit/test_cpp_gemm.py does the same.
 #include "gemm_test.hpp"
@@ -435,6 +435,10 @@ void test_isa(const TileFns& fns, const char* name) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (argc > 1 && std::strcmp(argv[1], "--bench") == 0) {
+        bench(argc > 2 ? std::atoi(argv[2]) : 32, argc > 3 ? std::atoi(argv[3]) : 2);
+        return 0;
+    }
     const int before = failures();
     test_scalar_conversions();
     std::printf("scalar conversions %s\n", failures() == before ? "ok" : "FAILED");
@@ -447,8 +451,5 @@ int main(int argc, char** argv) {
     }
     test_isa(emulated_amx_tile_fns(), "amx, emulated tiles");
     std::printf("best: %s; %d failures\n", isa_name(best_isa()), failures());
-    if (argc > 1 && std::strcmp(argv[1], "--bench") == 0) {
-        bench(argc > 2 ? std::atoi(argv[2]) : 32, argc > 3 ? std::atoi(argv[3]) : 2);
-    }
     return failures() == 0 ? 0 : 1;
 }
