@@ -2,7 +2,7 @@
 
     instructions   uint32 [queues, depth, 32], one 128-byte record per task
     operand table  uint64 [rows, 16], addresses by operand slot; a row per stage
-    counters       uint32 [events + reductions], zero before the first run of a plan
+    counters       uint32 [events + reductions (+ tickets)], zero before the first run of a plan
 
 Positions in a record, opcodes, flags and slots come from ``instruction.hpp`` through the compiled
 module: this file knows them by name only. New addresses change the operand table alone.
@@ -105,7 +105,7 @@ class EncodedPlan:
         instructions: uint32 [queues, depth, words].
         num_workers: resident CTAs; they share the only queue of a dynamic plan.
         dynamic: whether workers take tickets from one queue.
-        num_events: counters of events; arrival counters follow.
+        num_events: counters of events; arrival counters follow, then a dynamic plan's tickets.
         num_counters: all counters.
         specializations: by ``spec_id``.
         operand_slots: per row, slot to buffer name.
@@ -159,7 +159,7 @@ def encode(plan: KernelPlan, fmt: InstructionFormat | None = None) -> EncodedPla
         num_workers=plan.queues.num_workers,
         dynamic=plan.queues.dynamic,
         num_events=len(plan.graph.events),
-        num_counters=plan.num_counters,
+        num_counters=plan.num_counters + plan.queues.dynamic,
         specializations=plan.specializations,
         operand_slots=slots,
         buffers=plan.buffers,

@@ -253,7 +253,6 @@ class _Run:
         self._epoch = epoch
         self._totals = _totals(plan.instructions, fmt)
         self._clocks: dict[int, int] = {}
-        self._next_ticket = 0
         self.order: list[tuple[int, int]] = []
 
     def _reached(self, event: int, threshold: int) -> bool:
@@ -272,11 +271,14 @@ class _Run:
             for i in range(plan.instructions.shape[1]):
                 yield from self._execute((index, i))
             return
-        while self._next_ticket < plan.instructions.shape[1]:
-            ticket = self._next_ticket
-            self._next_ticket += 1
+        depth = plan.instructions.shape[1]
+        drawn = (depth + plan.num_workers) * (self._epoch - 1)
+        while True:
+            place = (self._add(plan.num_counters - 1, 1) - drawn) & 0xFFFFFFFF
+            if place >= depth:
+                return
             yield None
-            yield from self._execute((0, ticket))
+            yield from self._execute((0, place))
 
     def _execute(self, place: tuple[int, int]) -> Iterator[tuple[int, int] | None]:
         record = self._plan.instructions[place]

@@ -68,11 +68,12 @@ class EventGraph:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What a pass changed: counts before and after, by name."""
+    """What a pass changed: counts before and after, by name, and MPK's figures on its graphs."""
 
     name: str
     before: Mapping[str, int]
     after: Mapping[str, int]
+    mpk: str
 
 
 def _assemble(
@@ -116,14 +117,12 @@ def fuse_events(graph: TaskGraph, scope: Scope = "port") -> tuple[EventGraph, Pa
             one event for everything that a task needs.
     """
     pairs = sum(len(need.units) for needs in graph.needs for need in needs)
-    merged = 0
     consumers: dict[tuple[str, frozenset[int]], list[int]] = {}
     for task, needs in zip(graph.tasks, graph.needs, strict=True):
         groups: dict[str, set[int]] = {}
         for need in needs:
             label = f"{graph.stages[need.stage].name}:{need.port}" if scope == "port" else "any"
             groups.setdefault(label, set()).update(need.units)
-        merged += len(groups)
         for label, units in groups.items():
             consumers.setdefault((label, frozenset(units)), []).append(task.index)
 
@@ -138,8 +137,11 @@ def fuse_events(graph: TaskGraph, scope: Scope = "port") -> tuple[EventGraph, Pa
         [(label, *pair) for pair, label in edges.items()],
         graph.stages,
     )
-    after = {"events": len(fused.events), "per task": merged}
-    return fused, PassReport("fusion", {"events": pairs}, after)
+    waits = sum(len(w) for w in fused.waits)
+    # A wait is an event and a threshold.
+    before = {"events": pairs, "waits": pairs, "wait bytes": 8 * pairs}
+    after = {"events": len(fused.events), "waits": waits, "wait bytes": 8 * waits}
+    return fused, PassReport("fusion", before, after, "37-118x fewer events")
 
 
 def normalize(
@@ -162,18 +164,19 @@ def normalize(
         if len(signals) > max_signals:
             relays.fork(unit, signals[max_signals - 1 :], max_signals)
     result = relays.result()
-    keys = ("tasks", "events", "most waits", "most signals")
+    keys = ("tasks", "events", "most waits", "most signals", "instruction bytes")
     return result, PassReport(
         "normalization",
         dict(zip(keys, _counts(graph), strict=True)),
         dict(zip(keys, _counts(result), strict=True)),
+        "one wait and one signal per task",
     )
 
 
-def _counts(graph: EventGraph) -> tuple[int, int, int, int]:
+def _counts(graph: EventGraph) -> tuple[int, int, int, int, int]:
     waits = max((len(w) for w in graph.waits), default=0)
     signals = max((len(s) for s in graph.signals), default=0)
-    return len(graph.tasks), len(graph.events), waits, signals
+    return len(graph.tasks), len(graph.events), waits, signals, 128 * len(graph.tasks)
 
 
 class _Relays:
@@ -307,4 +310,6 @@ def linearize(graph: EventGraph) -> tuple[EventGraph, PassReport]:
     lists, ranges = successor_bytes(result)
     unordered = successor_bytes(graph)[1]
     before = {"bytes as lists": lists, "bytes with ranges": unordered}
-    return result, PassReport("linearization", before, {"bytes with ranges": ranges})
+    after = {"bytes with ranges": ranges}
+    mpk = "successors 4.4-5.9x smaller on dense models, about 15x on MoE"
+    return result, PassReport("linearization", before, after, mpk)

@@ -200,7 +200,7 @@ class Planner:
 
     def _place(self, graph: EventGraph) -> tuple[Queues, dict[str, float]]:
         kinds: tuple[QueueKind, ...] = (self._queue,) if self._queue != "auto" else _KINDS
-        made = {kind: schedule(graph, self.num_workers, kind, self._cost) for kind in kinds}
+        made = schedule(graph, self.num_workers, kinds, self._cost)
         times: dict[str, float] = {
             kind: simulate(graph, queues, self._cost).makespan for kind, queues in made.items()
         }
@@ -264,8 +264,10 @@ def summarize(plan: KernelPlan) -> dict[str, Any]:
     tensor = [len(plan.queues.workers), plan.queues.depth, 32]
     passes = []
     for report in plan.reports:
+        # Linearization is what makes ranges possible: it is compared with the lists.
+        first = next(iter(report.before.values()))
         ratios = {
-            name: report.before[name] / report.after[name]
+            name: (report.before[name] if len(report.after) > 1 else first) / report.after[name]
             for name in report.after
             if report.before.get(name) and report.after[name]
         }
@@ -275,6 +277,7 @@ def summarize(plan: KernelPlan) -> dict[str, Any]:
                 "before": dict(report.before),
                 "after": dict(report.after),
                 "shrink": ratios,
+                "mpk": report.mpk,
             }
         )
     return {

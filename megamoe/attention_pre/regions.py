@@ -40,16 +40,17 @@ class Region:
 
     def overlaps(self, other: Region) -> bool:
         """Whether both boxes share an element, whatever their parts."""
-        return self.tensor == other.tensor and all(
-            a < d and c < b for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True)
-        )
+        return self.tensor == other.tensor and self.shared(other) > 0
 
-    def clipped(self, other: Region) -> Region:
-        """The common box of two overlapping regions, with the part of this one."""
-        box = zip(self.ranges, other.ranges, strict=True)
-        return Region(
-            self.tensor, tuple((max(a, c), min(b, d)) for (a, b), (c, d) in box), self.part
-        )
+    def shared(self, other: Region) -> int:
+        """Elements that both boxes of one tensor contain."""
+        count = 1
+        for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True):
+            length = (b if b < d else d) - (a if a > c else c)
+            if length <= 0:
+                return 0
+            count *= length
+        return count
 
     def __str__(self) -> str:
         box = ", ".join(f"{first}:{last}" for first, last in self.ranges)
@@ -85,9 +86,8 @@ def sweep_dimension(regions: Sequence[Region]) -> int:
 
 
 def is_covered(read: Region, writes: Iterable[Region]) -> bool:
-    """Whether regions without mutual conflict contain every element of ``read``.
+    """Whether regions of its tensor, without mutual conflict, contain all of ``read``.
 
     A sum counts once: of the parts of one box, part 0 stands for all.
     """
-    boxes = (w.clipped(read) for w in writes if w.part[0] == 0 and w.overlaps(read))
-    return sum(box.volume for box in boxes) == read.volume
+    return sum(w.shared(read) for w in writes if w.part[0] == 0) == read.volume

@@ -11,7 +11,7 @@ take tasks in order: so the first unfinished task of that order can always run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal
@@ -219,23 +219,29 @@ def _list_schedule(
 
 
 def schedule(
-    graph: EventGraph, num_workers: int, kind: QueueKind, cost: CostModel | None = None
-) -> Queues:
-    """Places every task of a linearized graph.
+    graph: EventGraph,
+    num_workers: int,
+    kinds: Iterable[QueueKind],
+    cost: CostModel | None = None,
+) -> dict[QueueKind, Queues]:
+    """Places every task of a linearized graph, in each of the kinds of queue.
 
     Raises:
         SpecError: ``num_workers`` is not positive.
     """
     if num_workers < 1:
         raise SpecError(f"num_workers = {num_workers}: must be positive")
-    if kind == "round_robin":
-        tasks = range(len(graph.tasks))
-        queues = tuple(tuple(tasks[w::num_workers]) for w in range(num_workers))
-        return Queues(kind, queues, num_workers)
-    order, placed = _list_schedule(graph, num_workers, cost or CostModel())
-    if kind == "dynamic":
-        return Queues(kind, (tuple(order),), num_workers)
-    return Queues(kind, tuple(tuple(q) for q in placed), num_workers)
+    made: dict[QueueKind, Queues] = {}
+    listed: tuple[list[int], list[list[int]]] | None = None
+    for kind in kinds:
+        if kind == "round_robin":
+            tasks = range(len(graph.tasks))
+            queues = tuple(tuple(tasks[w::num_workers]) for w in range(num_workers))
+        else:
+            listed = listed or _list_schedule(graph, num_workers, cost or CostModel())
+            queues = (tuple(listed[0]),) if kind == "dynamic" else tuple(map(tuple, listed[1]))
+        made[kind] = Queues(kind, queues, num_workers)
+    return made
 
 
 def simulate(graph: EventGraph, queues: Queues, cost: CostModel | None = None) -> Timeline:

@@ -25,7 +25,7 @@ __all__ = ["tile_graph"]
 
 def _norm_quant(t: Tiler) -> list[StageTiles]:
     (columns,) = t.sizes("weight")
-    flags = {"has_codes"}
+    flags: set[str] = set()
     if "residual" in t.stage.operands:
         flags.add("has_residual")
     if t.stage.operands["normed"] in t.stage.writes:
@@ -278,6 +278,7 @@ def _index_score(t: Tiler) -> list[StageTiles]:
                         fields,
                         reads,
                         (write,),
+                        flags=frozenset({"has_new_keys"} if new_here else set()),
                         weight_bytes=0 if new_here else size,
                         input_bytes=count * heads * (INDEX_DIM + 4) + (size if new_here else 0),
                         output_bytes=4 * count * length,

@@ -49,19 +49,24 @@ def m_band(rows: int) -> int:
 class Batch:
     """The requests of one call.
 
-    Plans depend on the number of 256-key tiles of a request, not on its exact length: the kernel
-    reads lengths from memory, so a plan stays valid while no request passes into its next tile.
+    Plans depend on lengths rounded up to ``granule``, not on the exact ones: the kernel reads
+    lengths from memory, so a plan stays valid while no request passes into its next granule.
+    A long granule means fewer plans and more score tasks that find nothing to do.
 
     Attributes:
         requests: (new tokens, keys with the new tokens) of each request. Token rows follow the
             requests' order.
         max_pages: columns of the block table; 0 takes what the longest request needs.
+        granule: keys by which a plan knows a length; a multiple of 256.
     """
 
     requests: tuple[tuple[int, int], ...]
     max_pages: int = 0
+    granule: int = KV_TILE
 
     def __post_init__(self) -> None:
+        if self.granule < KV_TILE or self.granule % KV_TILE:
+            raise SpecError(f"granule = {self.granule}: must be a positive multiple of {KV_TILE}")
         for new, keys in self.requests:
             if not 1 <= new <= keys:
                 raise SpecError(f"request ({new} new tokens, {keys} keys): need 1 <= new <= keys")
@@ -78,8 +83,7 @@ class Batch:
     @property
     def table_pages(self) -> int:
         """Columns of the block table."""
-        keys = max(-(-keys // KV_TILE) * KV_TILE for _, keys in self.requests)
-        return max(self.max_pages, keys // INDEX_PAGE)
+        return max(self.max_pages, self.logits_stride // INDEX_PAGE)
 
     @property
     def logits_stride(self) -> int:
@@ -87,23 +91,23 @@ class Batch:
         return max(self.kv_tiles(b) for b in range(len(self.requests))) * KV_TILE
 
     def kv_tiles(self, request: int) -> int:
-        """Key tiles of a request."""
-        return -(-self.requests[request][1] // KV_TILE)
+        """Key tiles of a request, to the end of its granule."""
+        return -(-self.requests[request][1] // self.granule) * (self.granule // KV_TILE)
 
     def first_row(self, request: int) -> int:
         """First token row of a request."""
         return sum(new for new, _ in self.requests[:request])
 
     def bucket(self) -> Batch:
-        """The batch with every length at the end of its tile: equal buckets have equal plans."""
-        full = tuple((new, -(-keys // KV_TILE) * KV_TILE) for new, keys in self.requests)
-        return Batch(full, self.table_pages)
+        """The batch with every length at the end of its granule: equal buckets, equal plans."""
+        full = tuple((new, self.kv_tiles(b) * KV_TILE) for b, (new, _) in enumerate(self.requests))
+        return Batch(full, self.table_pages, self.granule)
 
     def new_key_range(self, request: int, first: int, last: int) -> tuple[int, int]:
         """Where the keys of new tokens ``first:last`` of a request may lie, whatever its length."""
         new = self.requests[request][0]
         longest = self.kv_tiles(request) * KV_TILE
-        shortest = max(longest - KV_TILE + 1, new)
+        shortest = max(longest - self.granule + 1, new)
         return shortest - new + first, longest - new + last
 
 

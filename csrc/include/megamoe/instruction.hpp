@@ -62,12 +62,13 @@ struct Instruction {
 static_assert(sizeof(Instruction) == 4 * kInstructionWords);
 
 // X(constant, name, bit)
-#define MEGAMOE_INSTRUCTION_FLAGS(X)                                                          \
-    X(kHasResidual, has_residual, 0) /* add a second input (norm_quant) or to the output */   \
-    X(kHasRope, has_rope, 1)         /* the tile's last columns of the head are rotated */    \
-    X(kScalePow2, scale_pow2, 2)     /* activation scales are rounded up to a power of two */ \
-    X(kHasNormed, has_normed, 3)     /* norm_quant: store the BF16 result as well */          \
-    X(kHasCodes, has_codes, 4)       /* store e4m3 codes and scales, not BF16 */
+#define MEGAMOE_INSTRUCTION_FLAGS(X)                                                           \
+    X(kHasResidual, has_residual, 0) /* add a second input (norm_quant) or to the output */    \
+    X(kHasRope, has_rope, 1)         /* the tile's last columns of the head are rotated */     \
+    X(kScalePow2, scale_pow2, 2)     /* activation scales are rounded up to a power of two */  \
+    X(kHasNormed, has_normed, 3)     /* norm_quant: store the BF16 result as well */           \
+    X(kHasNewKeys, has_new_keys, 4)  /* index_score: some keys are of this run. Without the */ \
+                                     /* flag keys may be fetched before the waits */
 
 enum InstructionFlag : uint32_t {
 #define X(constant, name, bit) constant = 1u << bit,
@@ -77,31 +78,33 @@ enum InstructionFlag : uint32_t {
 
 // X(constant, name, OPERANDS). An opcode names a main loop and its finaliser; spec_id picks the
 // compiled shape. Tensors are row-major. M is the number of token rows of the call, T of a tile.
-#define MEGAMOE_OPCODES(X)                                                                     \
-    /* Waits and signals only: padding, and the relays of normalization. */                    \
-    X(kNoOp, no_op, MEGAMOE_NO_OPERANDS)                                                       \
-    /* A0. r = BF16(x + residual); n = BF16(rmsnorm(r) * weight); e4m3 of n per 128. */        \
-    X(kNormQuant, norm_quant, MEGAMOE_NORM_QUANT_OPERANDS)                                     \
-    /* B0. FP8 GEMM onto [q_a | kv_a | k_pe]; partials; the finaliser is kQkvAFinal's. */      \
-    X(kQkvA, qkv_a, MEGAMOE_QKV_A_OPERANDS)                                                    \
-    /* B0's finaliser as a task per row, where the plan does not leave it to the last part. */ \
-    X(kQkvAFinal, qkv_a_final, MEGAMOE_QKV_A_OPERANDS)                                         \
-    /* C0. BF16 GEMM onto the index heads; FP32 partials, summed by kIndexQuery. */            \
-    X(kHeadGate, head_gate, MEGAMOE_HEAD_GATE_OPERANDS)                                        \
-    /* B1. FP8 GEMM; last part: LayerNorm, RoPE on the first columns, e4m3, paged write. */    \
-    X(kIndexKey, index_key, MEGAMOE_INDEX_KEY_OPERANDS)                                        \
-    /* D1. FP8 GEMM of one head; last part: RoPE, e4m3, weight = gate * scale * constant. */   \
-    X(kIndexQuery, index_query, MEGAMOE_INDEX_QUERY_OPERANDS)                                  \
-    /* D0. FP8 GEMM, half a head; RoPE on the head's last columns; BF16. */                    \
-    X(kMainQuery, main_query, MEGAMOE_MAIN_QUERY_OPERANDS)                                     \
-    /* D2. BF16 GEMM per head: q_nope onto the latent; BF16. */                                \
-    X(kAbsorbQuery, absorb_query, MEGAMOE_ABSORB_QUERY_OPERANDS)                               \
-    /* E1. logits = sum over heads of weight * relu(q . k), times the key's scale; -inf where  \
-       the row may not look. */                                                                \
-    X(kIndexScore, index_score, MEGAMOE_INDEX_SCORE_OPERANDS)                                  \
-    /* FP8 GEMM with gate columns [0, I) and up columns [I, 2I); SwiGLU; e4m3 per 128. */      \
-    X(kGemmSwiglu, gemm_swiglu, MEGAMOE_GEMM_SWIGLU_OPERANDS)                                  \
-    /* FP8 GEMM; last part: plus residual where flagged; BF16. */                              \
+#define MEGAMOE_OPCODES(X)                                                                       \
+    /* Waits and signals only: padding, and the relays of normalization. */                      \
+    X(kNoOp, no_op, MEGAMOE_NO_OPERANDS)                                                         \
+    /* A0. r = BF16(x + residual); n = BF16(rmsnorm(r) * weight); e4m3 of n per 128. */          \
+    X(kNormQuant, norm_quant, MEGAMOE_NORM_QUANT_OPERANDS)                                       \
+    /* B0. FP8 GEMM onto [q_a | kv_a | k_pe]; partials. In a unit, the last to arrive does */    \
+    /* kQkvAFinal's work for its `rows`, all columns of them. */                                 \
+    X(kQkvA, qkv_a, MEGAMOE_QKV_A_OPERANDS)                                                      \
+    /* A task per row: sum of the parts; RMSNorm and e4m3 of q_a; RMSNorm, e4m3 of kv_a and RoPE \
+       of k_pe into the latent cache. */                                                         \
+    X(kQkvAFinal, qkv_a_final, MEGAMOE_QKV_A_OPERANDS)                                           \
+    /* C0. BF16 GEMM onto the index heads; FP32 partials, summed by kIndexQuery. */              \
+    X(kHeadGate, head_gate, MEGAMOE_HEAD_GATE_OPERANDS)                                          \
+    /* B1. FP8 GEMM; last part: LayerNorm, RoPE on the first columns, e4m3, paged write. */      \
+    X(kIndexKey, index_key, MEGAMOE_INDEX_KEY_OPERANDS)                                          \
+    /* D1. FP8 GEMM of one head; last part: RoPE, e4m3, weight = gate * scale * constant. */     \
+    X(kIndexQuery, index_query, MEGAMOE_INDEX_QUERY_OPERANDS)                                    \
+    /* D0. FP8 GEMM, half a head; RoPE on the head's last columns; BF16. */                      \
+    X(kMainQuery, main_query, MEGAMOE_MAIN_QUERY_OPERANDS)                                       \
+    /* D2. BF16 GEMM per head: q_nope onto the latent; BF16. */                                  \
+    X(kAbsorbQuery, absorb_query, MEGAMOE_ABSORB_QUERY_OPERANDS)                                 \
+    /* E1. logits = sum over heads of weight * relu(q . k), times the key's scale; -inf where    \
+       the row may not look. */                                                                  \
+    X(kIndexScore, index_score, MEGAMOE_INDEX_SCORE_OPERANDS)                                    \
+    /* FP8 GEMM with gate columns [0, I) and up columns [I, 2I); SwiGLU; e4m3 per 128. */        \
+    X(kGemmSwiglu, gemm_swiglu, MEGAMOE_GEMM_SWIGLU_OPERANDS)                                    \
+    /* FP8 GEMM; last part: plus residual where flagged; BF16. */                                \
     X(kGemmStore, gemm_store, MEGAMOE_GEMM_STORE_OPERANDS)
 
 // Operand slots, in the order of the pointer table. `partials` are FP32 [M, parts, N].
@@ -209,9 +212,13 @@ MEGAMOE_OPCODES(X)
 #undef MEGAMOE_SLOT
 }  // namespace operand
 
-// Counters. Events come first, arrival counters of units after them. All are zero before the first
-// run of a plan and never cleared: every run adds the same amount, so run `epoch` (from 1) is
-// complete at total * epoch. A new plan starts with zeroed counters and epoch 1.
+// Counters. Events come first, arrival counters of units after them, then, for a dynamic plan, its
+// ticket counter. All are zero before the first run of a plan and never cleared: every run adds the
+// same amount, so run `epoch` (from 1) is complete at total * epoch. A new plan starts with zeroed
+// counters and epoch 1.
+//
+// In a dynamic plan all workers draw from one queue of `depth` instructions. Each worker draws
+// until it gets a ticket past the end, so a run draws depth + workers tickets.
 inline constexpr uint32_t kCounterStride = kLineBytes / sizeof(uint32_t);
 
 // Whether a counter read as `have` satisfies a wait. The difference is taken modulo 2^32, so
@@ -223,6 +230,13 @@ MEGAMOE_HD constexpr bool event_reached(uint32_t have, uint32_t threshold, uint3
 // Whether an arrival that found `before` in the unit's counter is the last one of this run.
 MEGAMOE_HD constexpr bool is_last_arrival(uint32_t before, uint32_t total, uint32_t epoch) {
     return before + 1 == total * epoch;
+}
+
+// Place in the dynamic queue of a ticket that was drawn as `before`; `depth` and more: none is
+// left.
+MEGAMOE_HD constexpr uint32_t ticket_place(uint32_t before, uint32_t depth, uint32_t num_workers,
+                                           uint32_t epoch) {
+    return before - (depth + num_workers) * (epoch - 1);
 }
 
 }  // namespace megamoe

@@ -50,17 +50,21 @@ def test_every_node_matches_the_oracle(seed):
     "options",
     [
         {"final": "last"},
-        {"queue": "dynamic"},
+        {"queue": "dynamic", "epochs": 3},
+        {"granule": 1024},
         {"queue": "round_robin", "scope": "task"},
         {"policies": {}},
         {"tiles": TileConfig("narrow", 8, {"B0": Tiling(split_k=2), "D1": Tiling(split_k=2)})},
         {"tiles": replace(seed_tiles(), stages={"E1": Tiling(kv_tiles=2)})},
     ],
-    ids=["last arriver", "dynamic", "mpk events", "whole", "two row blocks", "unsplit"],
+    ids=["last", "dynamic", "granule", "mpk events", "whole", "two row blocks", "unsplit"],
 )
 def test_other_plans_give_the_same(options):
-    case = AttentionCase(SMALL, RAGGED, seed=7)
-    got = run(Planner(attention_pre_graph(SMALL), 7, **options), case, seed=3)
+    options = dict(options)
+    epochs, granule = options.pop("epochs", 1), options.pop("granule", 256)
+    case = AttentionCase(SMALL, replace(RAGGED, granule=granule), seed=7)
+    planner = Planner(attention_pre_graph(SMALL), 7, **options)
+    got = run(planner, case, seed=3, epochs=epochs)
     check_attention(case, got, case.weights())
 
 
