@@ -31,6 +31,7 @@ _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 _POLICY: Final = {

@@ -187,7 +187,7 @@ class Server:
     def __exit__(self, *_):
         self.engine.hold.clear()
         self.app.state.dashboard.closing.set()
-        self.uvicorn.should_exit = self.uvicorn.force_exit = True
+        self.uvicorn.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
 
