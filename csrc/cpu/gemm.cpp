@@ -1,10 +1,10 @@
 // Choice of the tile functions, and what does not depend on the instruction set.
-#include "gemm.hpp"
+#include "cpu/gemm.hpp"
 
 #include <stdexcept>
 #include <string>
 
-#include "gemm_isa.hpp"
+#include "cpu/gemm_isa.hpp"
 
 namespace megamoe::cpu {
 

@@ -18,7 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "isa.hpp"
+#include "cpu/isa.hpp"
 
 namespace megamoe::cpu {
 

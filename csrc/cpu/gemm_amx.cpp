@@ -6,11 +6,11 @@
 #endif
 #include <immintrin.h>
 
-#include "gemm_amx_core.hpp"
-#include "gemm_isa.hpp"
-#include "gemm_math.hpp"
-#include "gemm_tile.hpp"
-#include "gemm_vec16.hpp"
+#include "cpu/gemm_amx_core.hpp"
+#include "cpu/gemm_isa.hpp"
+#include "cpu/gemm_math.hpp"
+#include "cpu/gemm_tile.hpp"
+#include "cpu/gemm_vec16.hpp"
 
 namespace {
 

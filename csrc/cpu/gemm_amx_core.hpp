@@ -13,7 +13,7 @@
 //         the same columns as (k2, k3), so that interleaving bytes within lanes gives B rows.
 #pragma once
 
-#include "gemm_tile.hpp"
+#include "cpu/gemm_tile.hpp"
 
 namespace {
 
@@ -22,6 +22,7 @@ constexpr int kTileK = 32;                                 // K per tile product
 constexpr int kColumnsPerTile = 16;                        // FP32 columns of a C tile
 constexpr int kGroupBytes = kGroup / kTileK * kTileBytes;  // B rows of 16 columns, 128 of K
 constexpr int kXRowBytes = kGroup * 2;
+constexpr int kPrefetchBytes = 4096;  // hardware prefetchers stop at the end of a page
 
 // LDTILECFG's operand, palette 1.
 struct alignas(64) TileConfig {
@@ -93,6 +94,7 @@ struct AmxCore {
             const uint8_t* b = w;
             if (is_fp8) {
                 for (int i = 0; i < kPass * kGroupBytes; i += 2 * kTileRowBytes) {
+                    __builtin_prefetch(w + i / 2 + kPrefetchBytes);
                     Expand::fp8_to_bf16(w + i / 2, decoded + i);
                 }
                 b = decoded;

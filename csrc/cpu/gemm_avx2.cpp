@@ -1,9 +1,9 @@
 // Tile functions for x86-64 with AVX2, FMA and F16C.
 #include <immintrin.h>
 
-#include "gemm_isa.hpp"
-#include "gemm_math.hpp"
-#include "gemm_vector_core.hpp"
+#include "cpu/gemm_isa.hpp"
+#include "cpu/gemm_math.hpp"
+#include "cpu/gemm_vector_core.hpp"
 
 namespace {
 

@@ -6,10 +6,10 @@
 #endif
 #include <immintrin.h>
 
-#include "gemm_isa.hpp"
-#include "gemm_math.hpp"
-#include "gemm_vec16.hpp"
-#include "gemm_vector_core.hpp"
+#include "cpu/gemm_isa.hpp"
+#include "cpu/gemm_math.hpp"
+#include "cpu/gemm_vec16.hpp"
+#include "cpu/gemm_vector_core.hpp"
 
 namespace megamoe::cpu {
 

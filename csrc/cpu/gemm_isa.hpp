@@ -1,7 +1,7 @@
 // Entry points of the per-instruction-set files; those of an absent file are never called.
 #pragma once
 
-#include "gemm.hpp"
+#include "cpu/gemm.hpp"
 
 namespace megamoe::cpu {
 

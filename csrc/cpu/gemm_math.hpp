@@ -40,6 +40,24 @@ MM_INLINE typename V::F select(typename V::I mask, typename V::F yes, typename V
     return (typename V::F)((mask & (I)yes) | (~mask & (I)no));
 }
 
+// Round to nearest, denormals kept, nothing trapped, whatever the caller's thread does: results
+// must not depend on a host that has set flush-to-zero.
+class FloatEnvironment {
+  public:
+#if defined(__x86_64__)
+    FloatEnvironment() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
+    ~FloatEnvironment() { __builtin_ia32_ldmxcsr(saved_); }
+#elif defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__)
+    FloatEnvironment() : saved_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(0); }
+    ~FloatEnvironment() { __builtin_aarch64_set_fpcr(saved_); }
+#endif
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+  private:
+    unsigned saved_ = 0;
+};
+
 // ------------------------------------------------------------------ BF16 and e4m3
 
 template <class V>
@@ -151,6 +169,7 @@ MM_INLINE float quantize_group(const float* values, uint8_t* q) {
 
 template <class V>
 void quantize_row(const uint16_t* x, int hidden, uint8_t* q, float* scale) {
+    const FloatEnvironment environment;
     alignas(64) float values[128];
     for (int group = 0; group < hidden / 128; ++group) {
         for (int i = 0; i < 128; i += V::kW) {
@@ -166,6 +185,7 @@ template <class V>
 void reduce_token(const uint16_t* const* slots, const float* weights, int num_slots, int hidden,
                   uint16_t* y) {
     using F = typename V::F;
+    const FloatEnvironment environment;
     constexpr int kUnroll = 4;  // independent chains, to hide the latency of the FMA
     for (int column = 0; column < hidden; column += kUnroll * V::kW) {
         F acc[kUnroll] = {};

@@ -1,8 +1,8 @@
 // Tile functions for any 64-bit machine.
-#include "gemm_isa.hpp"
-#include "gemm_math.hpp"
-#include "gemm_vec4.hpp"
-#include "gemm_vector_core.hpp"
+#include "cpu/gemm_isa.hpp"
+#include "cpu/gemm_math.hpp"
+#include "cpu/gemm_vec4.hpp"
+#include "cpu/gemm_vector_core.hpp"
 
 namespace megamoe::cpu {
 

@@ -14,8 +14,8 @@
 // A block: [128 / kW column groups][64 k pairs][kW columns][2 k].
 #pragma once
 
-#include "gemm.hpp"
-#include "gemm_math.hpp"
+#include "cpu/gemm.hpp"
+#include "cpu/gemm_math.hpp"
 
 namespace {
 
@@ -149,6 +149,7 @@ void linear1_tile(const void* x, const float* x_scale, int rows, const uint8_t* 
     using F = typename V::F;
     const int groups = shape.inter / kGroup;  // of an output row; also the up rows' scale offset
     const int num_blocks = shape.hidden / kGroup;
+    const FloatEnvironment environment;
     Scratch scratch(scratch_memory, rows);
     const float* scales[2] = {nullptr, nullptr};
     for (int half = 0; shape.is_fp8 && half < 2; ++half) {
@@ -179,6 +180,7 @@ void linear2_tile(const void* h, const float* h_scale, int rows, const uint8_t* 
                   const float* w2_scale, const GemmShape& shape, int n, uint16_t* out,
                   void* scratch_memory) {
     using V = typename Core::Vec;
+    const FloatEnvironment environment;
     Scratch scratch(scratch_memory, rows);
     const size_t first = static_cast<size_t>(n) * (shape.inter / kGroup);
     const float* scale = shape.is_fp8 ? w2_scale + first : nullptr;

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "gemm_math.hpp"
+#include "cpu/gemm_math.hpp"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // gemm_math.hpp.
 #pragma once
 
-#include "gemm_math.hpp"
+#include "cpu/gemm_math.hpp"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>

@@ -10,7 +10,7 @@
 // 32-bit lane holds kStep consecutive k of its column: 4 e4m3 codes or 2 BF16 numbers.
 #pragma once
 
-#include "gemm_tile.hpp"
+#include "cpu/gemm_tile.hpp"
 
 namespace {
 

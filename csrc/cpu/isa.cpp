@@ -1,5 +1,5 @@
 // Run-time detection of instruction sets.
-#include "isa.hpp"
+#include "cpu/isa.hpp"
 
 #include <cstdlib>
 #include <stdexcept>

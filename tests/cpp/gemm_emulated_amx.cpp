@@ -3,7 +3,7 @@
 // odd k are summed apart, then added to C.
 #include <cstring>
 
-#include "fp8.hpp"
+#include "cpu/fp8.hpp"
 #include "gemm_test.hpp"
 
 namespace {
@@ -77,10 +77,10 @@ void tile_dpbf16ps(int dst, int left, int right) {
 #define _tile_stored(src, to, stride) tile_store(src, to, stride)
 #define _tile_dpbf16ps(dst, left, right) tile_dpbf16ps(dst, left, right)
 
-#include "gemm_amx_core.hpp"
-#include "gemm_math.hpp"
-#include "gemm_tile.hpp"
-#include "gemm_vec4.hpp"
+#include "cpu/gemm_amx_core.hpp"
+#include "cpu/gemm_math.hpp"
+#include "cpu/gemm_tile.hpp"
+#include "cpu/gemm_vec4.hpp"
 
 namespace {
 

@@ -1,16 +1,16 @@
 // Test and bench of the CPU tile functions, without Python. From the root of the repository:
 //
-//   for f in csrc/cpu/gemm*.cpp csrc/cpu/isa.cpp; do case $f in
-//       *_avx2.cpp) x="-mavx2 -mfma -mf16c";;
-//       *_avx512.cpp) x="-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq";;
-//       *_amx.cpp) x="-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq
-//                     -mavx512vbmi -mamx-tile -mamx-bf16";; *) x="";; esac
-//     g++ -std=c++20 -O3 -ffp-contract=off -DMEGAMOE_HAVE_AVX2 -DMEGAMOE_HAVE_AVX512
-//         -DMEGAMOE_HAVE_AMX $x -c $f -o build/gemm/$(basename $f .cpp).o; done
-//   g++ -std=c++20 -O2 -ffp-contract=off -Icsrc/cpu tests/cpp/gemm_*.cpp build/gemm/*.o -lpthread
-//       -o build/gemm/gemm_test
-//   build/gemm/gemm_test                        tests of every instruction set here; 1 on a failure
-//   build/gemm/gemm_test --bench [experts [threads]]          a table of speeds
+//   mkdir -p build/gemm; have="-DMEGAMOE_HAVE_AVX2 -DMEGAMOE_HAVE_AVX512 -DMEGAMOE_HAVE_AMX"
+//   cxx="g++ -std=c++20 -O3 -ffp-contract=off -Icsrc $have"; v2="-mavx2 -mfma -mf16c"
+//   v4="$v2 -mavx512f -mavx512bw -mavx512vl -mavx512dq"
+//   for f in csrc/cpu/gemm*.cpp csrc/cpu/isa.cpp tests/cpp/gemm_*.cpp; do case $f in
+//     *_avx2.cpp) x=$v2;; *_avx512.cpp) x=$v4;; */gemm_amx.cpp)
+//     x="$v4 -mavx512vbmi -mamx-tile -mamx-bf16";; *) x=;; esac
+//     $cxx $x -c $f -o build/gemm/$(basename $f .cpp).o & done; wait
+//   $cxx build/gemm/*.o -lpthread -o build/gemm/gemm_test
+//   build/gemm/gemm_test          tests every instruction set of this machine; 1 after a failure
+//   build/gemm/gemm_test --best   names the one that MEGAMOE_ISA or this machine gives
+//   build/gemm/gemm_test --bench [experts [threads]]    prints a table of speeds
 //
 // tests/unit/test_cpp_gemm.py does the same.
 #include "gemm_test.hpp"
@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <string>
 
 using namespace megamoe::cpu;
@@ -331,6 +332,28 @@ void test_zero_and_tiny(const TileFns& fns) {
     test_linear1(fns, p, 3, kInf);
 }
 
+// A caller's flush-to-zero and rounding mode change nothing, and are still set afterwards.
+void test_float_environment(const TileFns& fns) {
+#if defined(__x86_64__)
+    const Problem p({128, 128, false}, 2, 16);
+    Problem tiny = p;  // BF16 denormals in, normal numbers out
+    for (size_t i = 1; i < tiny.x.size(); i += 2) tiny.x[i] &= 0x80;
+    for (size_t i = 0; i < tiny.w1.size(); i += 2) tiny.w1[i + 1] = 0x7e, tiny.w1[i] = 0;
+    const Intermediate want = run_linear1(fns, tiny, 2, kInf),
+                       ordinary = run_linear1(fns, p, 2, kInf);
+    constexpr unsigned kFlushAndRoundDown = 0x1f80 | 0x8040 | 0x2000;
+    const unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(kFlushAndRoundDown);
+    const Intermediate got = run_linear1(fns, tiny, 2, kInf), other = run_linear1(fns, p, 2, kInf);
+    const unsigned after = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before);
+    check((after & 0xffc0) == kFlushAndRoundDown, "MXCSR came back as %x", after);
+    check(got.data == want.data && other.data == ordinary.data, "MXCSR changed the result");
+#else
+    static_cast<void>(fns);
+#endif
+}
+
 // g / (1 + exp(-g)) to 4 units of FP32's last place, read from the scale of a group whose only
 // value it is: x_scale of K block 0 carries g, K block 1 gives up = 1.
 void test_silu_accuracy(const TileFns& fns) {
@@ -428,6 +451,7 @@ void test_isa(const TileFns& fns, const char* name) {
         run(("NaN" + suffix).c_str(), [&] { test_nan(fns, is_fp8); });
     }
     run("zero and tiny groups", [&] { test_zero_and_tiny(fns); });
+    run("float environment", [&] { test_float_environment(fns); });
     run("silu accuracy", [&] { test_silu_accuracy(fns); });
     run("reduce", [&] { test_reduce(fns); });
 }
@@ -435,6 +459,15 @@ void test_isa(const TileFns& fns, const char* name) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (argc > 1 && std::strcmp(argv[1], "--best") == 0) {
+        try {
+            std::printf("%s\n", isa_name(best_isa()));
+            return 0;
+        } catch (const std::runtime_error& error) {
+            std::fprintf(stderr, "%s\n", error.what());
+            return 2;
+        }
+    }
     if (argc > 1 && std::strcmp(argv[1], "--bench") == 0) {
         bench(argc > 2 ? std::atoi(argv[2]) : 32, argc > 3 ? std::atoi(argv[3]) : 2);
         return 0;

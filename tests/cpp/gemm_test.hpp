@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "fp8.hpp"
-#include "gemm.hpp"
+#include "cpu/fp8.hpp"
+#include "cpu/gemm.hpp"
 
 namespace gemm_test {
 
