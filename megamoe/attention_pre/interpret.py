@@ -14,117 +14,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megamoe.attention_pre.check import (
+    PlanFault,
+    check_instructions,
+    event_pairs,
+    place_name,
+    totals_of,
+)
 from megamoe.attention_pre.encode import EncodedPlan, InstructionFormat, instruction_format
 from megamoe.attention_pre.tile_bodies import BODIES, Span
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.errors import MegaMoeError
 
-__all__ = ["FaultKind", "Interpreter", "PlanFault", "check_instructions"]
-
-FaultKind = Literal["address", "deadlock", "format", "lost event", "race", "threshold"]
-
-
-class PlanFault(MegaMoeError):
-    """An encoded plan that some execution of it would break.
-
-    Attributes:
-        kind: ``"address"`` an operand that is no buffer; ``"deadlock"`` workers that can't go on;
-            ``"format"`` a record that no body accepts; ``"lost event"`` a counter without enough
-            signals; ``"race"`` conflicting accesses that no event orders; ``"threshold"`` a wait
-            for less or more than its event counts.
-    """
-
-    def __init__(self, kind: FaultKind, message: str) -> None:
-        self.kind: FaultKind = kind
-        super().__init__(f"{kind}: {message}")
-
-
-def _place(place: tuple[int, int]) -> str:
-    return f"instruction [{place[0]}, {place[1]}]"
-
-
-@dataclass
-class _Totals:
-    """What one run adds to each counter: signals of events, arrivals of units."""
-
-    events: dict[int, int] = field(default_factory=dict)
-    arrivals: dict[int, int] = field(default_factory=dict)
-
-
-def _used(values: Iterable[int], fmt: InstructionFormat) -> list[int]:
-    return [v for v in values if v != fmt.no_counter]
-
-
-def _pairs(
-    fmt: InstructionFormat, record: NDArray[np.uint32], what: str, amount: str
-) -> list[tuple[int, int]]:
-    events = fmt.get_all(record, f"{what}_event")
-    counts = fmt.get_all(record, f"{what}_{amount}")
-    return [(e, c) for e, c in zip(events, counts, strict=True) if e != fmt.no_counter]
-
-
-def _totals(instructions: NDArray[np.uint32], fmt: InstructionFormat) -> _Totals:
-    totals = _Totals()
-    seen: set[int] = set()
-    for record in instructions.reshape(-1, fmt.words):
-        counter = fmt.get(record, "reduce_counter")
-        if counter != fmt.no_counter:
-            totals.arrivals[counter] = totals.arrivals.get(counter, 0) + 1
-            if counter in seen:
-                continue
-            seen.add(counter)
-        for event, increment in _pairs(fmt, record, "signal", "increment"):
-            totals.events[event] = totals.events.get(event, 0) + increment
-    return totals
-
-
-def check_instructions(
-    instructions: NDArray[np.uint32], num_events: int, fmt: InstructionFormat | None = None
-) -> list[PlanFault]:
-    """Everything wrong with the records that shows without running them.
-
-    Checks opcodes, counter numbers, that each wait asks for exactly what its event counts (only
-    then does it order anything), and that a unit has as many tasks as its arrivals say.
-    """
-    fmt = fmt or instruction_format()
-    faults: list[PlanFault] = []
-    totals = _totals(instructions, fmt)
-    for place in np.ndindex(*instructions.shape[:2]):
-        record = instructions[place]
-        where = _place((place[0], place[1]))
-        if fmt.opcode_name(fmt.get(record, "opcode")) not in BODIES:
-            opcode = fmt.get(record, "opcode")
-            faults.append(PlanFault("format", f"{where} has opcode {opcode}, which has no body"))
-        counter = fmt.get(record, "reduce_counter")
-        if counter != fmt.no_counter:
-            want, have = fmt.get(record, "reduce_total"), totals.arrivals[counter]
-            if want != have:
-                text = f"{where} is one of {want} tasks of unit {counter}, which has {have}"
-                faults.append(PlanFault("threshold", text))
-        for event, threshold in _pairs(fmt, record, "wait", "threshold"):
-            have = totals.events.get(event, 0)
-            if event >= num_events:
-                faults.append(
-                    PlanFault("format", f"{where} waits for event {event} of {num_events}")
-                )
-            elif have == 0:
-                faults.append(
-                    PlanFault("lost event", f"{where} waits for event {event}: no signal")
-                )
-            elif threshold != have:
-                text = f"{where} waits for {threshold} of event {event}, which counts {have}"
-                faults.append(PlanFault("threshold", text))
-        for event, _ in _pairs(fmt, record, "signal", "increment"):
-            if event >= num_events:
-                faults.append(PlanFault("format", f"{where} signals event {event} of {num_events}"))
-    return faults
+__all__ = ["Interpreter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +79,6 @@ class _Context:
         specialization: Specialization | None,
     ) -> None:
         self.record = record
-        self.place = place
         self.number = number
         self.before = 0
         self._run = run
@@ -183,6 +89,7 @@ class _Context:
         opcode = run.fmt.opcode_name(self.field("opcode"))
         assert opcode is not None
         self.opcode = opcode
+        self.name = f"{place_name(place)} ({opcode})"
 
     def field(self, name: str) -> int:
         """A field of the record."""
@@ -198,8 +105,8 @@ class _Context:
         if address not in self._run.memory.tensors:
             raise PlanFault(
                 "address",
-                f"{_place(self.place)} ({self.opcode}) finds {address:#x} in slot {slot} ({role}) "
-                f"of operand row {self.field('operand_row')}, where no buffer begins",
+                f"{self.name} finds {address:#x} in slot {slot} ({role}) of operand row "
+                f"{self.field('operand_row')}, where no buffer begins",
             )
         return address
 
@@ -215,8 +122,8 @@ class _Context:
             other, wrote = found
             raise PlanFault(
                 "race",
-                f"{_place(self.place)} ({self.opcode}) {'writes' if writes else 'reads'} {role} "
-                f"{list(box)}, which {_place(self._run.places[other])} "
+                f"{self.name} {'writes' if writes else 'reads'} {role} {list(box)}, which "
+                f"{place_name(self._run.places[other])} "
                 f"{'writes' if wrote else 'reads'}, and no event orders them",
             )
 
@@ -251,11 +158,12 @@ class _Run:
         self._plan = plan
         self._counters = counters
         self._epoch = epoch
-        self._totals = _totals(plan.instructions, fmt)
+        self._totals = totals_of(plan.instructions, fmt)
         self._clocks: dict[int, int] = {}
         self.order: list[tuple[int, int]] = []
 
-    def _reached(self, event: int, threshold: int) -> bool:
+    def reached(self, event: int, threshold: int) -> bool:
+        """``event_reached`` of instruction.hpp: modulo 2^32."""
         difference = (int(self._counters[event]) - threshold * self._epoch) & 0xFFFFFFFF
         return difference < 1 << 31
 
@@ -288,8 +196,8 @@ class _Run:
             self, record, place, len(self.places), known[spec_id] if spec_id < len(known) else None
         )
         self.places.append(place)
-        for event, threshold in _pairs(self.fmt, record, "wait", "threshold"):
-            while not self._reached(event, threshold):
+        for event, threshold in event_pairs(self.fmt, record, "wait", "threshold"):
+            while not self.reached(event, threshold):
                 yield event, threshold
             # Less than everything says nothing about who signalled.
             if threshold >= self._totals.events.get(event, 0):
@@ -311,7 +219,7 @@ class _Run:
             finish(task)
             yield None
             mine = task.before | 1 << task.number
-        for event, increment in _pairs(self.fmt, record, "signal", "increment"):
+        for event, increment in event_pairs(self.fmt, record, "signal", "increment"):
             # The clock first: it stands for the release that the counter's value carries.
             self._clocks[event] = self._clocks.get(event, 0) | mine
             self._add(event, increment)
@@ -379,7 +287,7 @@ class Interpreter:
         waiting: dict[int, tuple[int, int]] = {}
         while workers:
             if not ready:
-                ready = [w for w, wait in waiting.items() if run._reached(*wait)]
+                ready = [w for w, wait in waiting.items() if run.reached(*wait)]
                 if not ready:
                     raise _deadlock(waiting, counters, epoch)
                 for w in ready:
@@ -398,7 +306,7 @@ class Interpreter:
             if seed is not None and waiting and rng.random() < 0.1:
                 # Let a waiting worker look early, as a polling one would.
                 looker = rng.choice(list(waiting))
-                if run._reached(*waiting[looker]):
+                if run.reached(*waiting[looker]):
                     del waiting[looker]
                     ready.append(looker)
         run.check_counters()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from megamoe.attention_pre.check import PlanFault, check_instructions
 from megamoe.attention_pre.encode import (
     EncodedPlan,
     InstructionFormat,
@@ -15,7 +16,7 @@ from megamoe.attention_pre.encode import (
     operand_table,
 )
 from megamoe.attention_pre.graphs import attention_pre_graph
-from megamoe.attention_pre.interpret import Interpreter, PlanFault, check_instructions
+from megamoe.attention_pre.interpret import Interpreter
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling
 from tests.attention import SMALL, AttentionCase, poisoned

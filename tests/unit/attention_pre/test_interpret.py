@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megamoe.attention_pre.check import check_instructions
 from megamoe.attention_pre.data import mlp_tensors
 from megamoe.attention_pre.encode import encode, operand_table
 from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
-from megamoe.attention_pre.interpret import Interpreter, check_instructions
+from megamoe.attention_pre.interpret import Interpreter
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, seed_tiles
