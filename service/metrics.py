@@ -64,8 +64,8 @@ DCGM_NAMES: Final[dict[str, tuple[str, float] | None]] = {
     "temperature_celsius": ("DCGM_FI_DEV_GPU_TEMP", 1.0),
     "memory_used_bytes": ("DCGM_FI_DEV_FB_USED", float(1 << 20)),
     "memory_total_bytes": ("DCGM_FI_DEV_FB_TOTAL", float(1 << 20)),
-    "nvlink_transmit_bytes_total": ("DCGM_FI_PROF_NVLINK_TX_BYTES", 1.0),
-    "nvlink_receive_bytes_total": ("DCGM_FI_PROF_NVLINK_RX_BYTES", 1.0),
+    "nvlink_transmit_bytes_total": ("DCGM_FI_DEV_NVLINK_COUNT_TX_BYTES", 1.0),
+    "nvlink_receive_bytes_total": ("DCGM_FI_DEV_NVLINK_COUNT_RX_BYTES", 1.0),
     "utilization_ratio": ("DCGM_FI_DEV_GPU_UTIL", 0.01),
     "clocks_event_active": ("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", 1.0),
 }

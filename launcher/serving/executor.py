@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,27 @@ from service.engine import Span
 if TYPE_CHECKING:
     from megamoe.router import Router
 
-__all__ = ["Executor", "device_of"]
+__all__ = ["TRACE_STAMPS", "Executor", "device_of"]
+
+TRACE_STAMPS: Final = (
+    "Start",
+    "Listed",
+    "Counts",
+    "FirstStage",
+    "TilesDone",
+    "Combined",
+    "Pulled",
+    "End",
+)
+"""The first slots of a CTA's trace (``csrc/device/trace.cuh``), in ns."""
+TRACE_ROLES: Final = (
+    ("list routes", "Start", "Listed"),
+    ("await counts", "Listed", "Counts"),
+    ("first rows", "Counts", "FirstStage"),
+    ("tiles", "FirstStage", "TilesDone"),
+    ("combine", "TilesDone", "Combined"),
+)
+"""Stretches of a CTA's timeline, one after the other."""
 
 
 def device_of(backend: str) -> str:
@@ -94,6 +114,7 @@ class Executor:
             ("scatter", ran, ended),
         ):
             spans.append(Span(self.rank, -1, role, (start - begun) * 1e6, (stop - start) * 1e6))
+        spans += self._device_spans((gathered - begun) * 1e6)
         counters = self.layer.counters()
         counts: list[int] = []
         if plan.items:
@@ -113,6 +134,23 @@ class Executor:
             ),
             spans=spans,
         )
+
+    def _device_spans(self, offset_us: float) -> list[Span]:
+        """What each CTA did in the last call; with ``MEGAMOE_TRACE=1`` on a GPU."""
+        trace = getattr(self.layer._session, "trace", None)
+        if trace is None or not os.environ.get("MEGAMOE_TRACE"):
+            return []
+        stamps = trace()[:, : len(TRACE_STAMPS)].tolist()
+        first = min((row[0] for row in stamps if row[0]), default=0)
+        spans = []
+        for unit, row in enumerate(stamps):
+            at = dict(zip(TRACE_STAMPS, row, strict=True))
+            for role, begin, end in TRACE_ROLES:
+                if first and at[begin] and at[end] > at[begin]:
+                    start_us = offset_us + (at[begin] - first) * 1e-3
+                    length_us = (at[end] - at[begin]) * 1e-3
+                    spans.append(Span(self.rank, unit, role, start_us, length_us))
+        return spans
 
     def _gather(
         self, parts: list[tuple[ipc.PlanItem, range]], fp8: bool

@@ -19,18 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
-from torch.distributed import distributed_c10d
+from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as find_store
 
 from launcher.serving.executor import Executor, device_of
 from megamoe.errors import MegaMoeError, PeerTimeout
 from megamoe.layer import MoELayer, open_layer
+from megamoe.symmetric.base import GroupRendezvous, Rendezvous
 from service import ipc
 from service.arena import Arena
 from service.batching import StepQueue
 from service.engine import EngineFault, LayerInfo, StepRecord
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from megamoe.layer import Backend
     from megamoe.router import Router
     from megamoe.spec import EpConfig, MoESpec
@@ -70,7 +73,7 @@ class RankOptions:
 class _StoreRendezvous:
     """Exchange over torchrun's store, in JSON; nothing is pickled."""
 
-    def __init__(self, store: distributed_c10d.Store, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self._store = store
         self.rank = rank
         self.num_ranks = num_ranks
@@ -97,7 +100,11 @@ class Shared:
     code: int = 1
 
 
-def _rendezvous(rank: int, num_ranks: int) -> _StoreRendezvous:
+def _rendezvous(rank: int, num_ranks: int, device: str) -> Rendezvous:
+    """Torchrun's store is enough for CPU ranks; torch's symmetric memory wants a process group."""
+    if device != "cpu":
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        return GroupRendezvous()
     store, _, _ = next(find_store("env://", rank, num_ranks))
     return _StoreRendezvous(store, rank, num_ranks)
 
@@ -152,9 +159,9 @@ class Worker:
 
     def _serve(self) -> None:
         options = self.options
-        rendezvous = _rendezvous(self.rank, self.num_ranks)
-        group = rendezvous.all_gather({"group": os.urandom(8).hex()})[0]["group"]
         device = device_of(options.backend)
+        rendezvous = _rendezvous(self.rank, self.num_ranks, device)
+        group = rendezvous.all_gather({"group": os.urandom(8).hex()})[0]["group"]
         spec = options.spec()
         with open_layer(
             spec, options.config, backend=options.backend, rendezvous=rendezvous

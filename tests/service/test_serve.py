@@ -5,8 +5,11 @@ One service lives through the faults in turn, as a deployed one would; each test
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -24,11 +27,13 @@ from typer.testing import CliRunner
 from tests.service.served import (
     BIG_SHAPE,
     ROOT,
+    SHAPE,
     Served,
     infer,
     make_tokens,
     output_bits,
 )
+from tests.service.test_remote import serving, until
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(180)]
 TIMEOUT_S = 3.0
@@ -379,7 +384,37 @@ def test_bad_settings_end_before_anything_starts(options, said, monkeypatch):
 
 
 def test_a_window_that_does_not_fit_says_how_many_bytes():
-    with Served("--max-tokens", "16000000", ranks=1) as served:
-        assert served.wait_exit(90) != 0
-        assert re.search(r"\d{9,} bytes", served.text())
-        served.assert_nothing_left()
+    """One rank, with this test as its HTTP process."""
+
+    async def main():
+        async with serving() as (engine, _):
+            (engine.dir / "http.pid").write_text(str(os.getpid()))
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            env = {
+                **os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MEGAMOE_RUN_DIR": str(engine.dir),
+            }  # fmt: skip
+            argv = [sys.executable, "-m", "launcher.serve", "--random", SHAPE]
+            rank = subprocess.Popen([*argv, "--max-tokens", "16000000"], cwd=ROOT, env=env)
+            try:
+                await until(lambda: engine.fatal or rank.poll() is not None, 90)
+                assert re.search(r"a window of \d{9,} bytes does not fit", engine.fatal[0])
+                await until(lambda: rank.poll() is not None, 20)
+                assert rank.returncode != 0
+            finally:
+                rank.kill()
+                rank.wait()
+
+    asyncio.run(main())
+
+
+def test_the_trace_has_the_kernels_slots():
+    from launcher.serving.executor import TRACE_STAMPS
+
+    source = (ROOT / "csrc/device/trace.cuh").read_text()
+    body = re.search(r"enum TraceSlot : uint32_t \{(.*?)\}", source, re.DOTALL)[1]
+    names = re.findall(r"^\s*kTrace(\w+),", body, re.MULTILINE)
+    assert tuple(names[: len(TRACE_STAMPS)]) == TRACE_STAMPS
