@@ -19,9 +19,25 @@ using AlignedBytes = std::unique_ptr<uint8_t[], FreeDeleter>;
 // `size` bytes on a cache line boundary; throws std::bad_alloc.
 AlignedBytes allocate_aligned(size_t size);
 
+// One mapping for the weights of all experts. The heap would keep holes between them, since experts
+// are read in and freed one by one, and the kernel may back a mapping with large pages.
+class WeightMemory {
+  public:
+    explicit WeightMemory(size_t size);  // throws std::bad_alloc; pages are taken when written
+    ~WeightMemory();
+    WeightMemory(const WeightMemory&) = delete;
+    WeightMemory& operator=(const WeightMemory&) = delete;
+    uint8_t* data() const { return data_; }
+
+  private:
+    uint8_t* data_;
+    size_t size_;
+};
+
 // One local expert in the layout of the tile functions.
 struct PackedExpert {
-    AlignedBytes w1, w2;
+    uint8_t *w1 = nullptr, *w2 = nullptr;
+    bool loaded = false;
     std::vector<float> w1_scale, w2_scale;  // [2I/128, H/128], [H/128, I/128]; empty for BF16
 };
 
@@ -44,8 +60,8 @@ class CpuMath {
     void linear1(uint32_t unit, const Tile& tile, const uint8_t* x, const uint8_t* x_scale,
                  uint8_t* h, uint8_t* h_scale) {
         const PackedExpert& e = experts_[tile.expert];
-        fns_.linear1_tile(x, scale(x_scale), int(tile.num_rows), e.w1.get(), e.w1_scale.data(),
-                          gemm_, int(tile.n), clamp_, h,
+        fns_.linear1_tile(x, scale(x_scale), int(tile.num_rows), e.w1, e.w1_scale.data(), gemm_,
+                          int(tile.n), clamp_, h,
                           reinterpret_cast<float*>(shape_.is_fp8 ? h_scale : nullptr),
                           units_[unit].scratch.get());
     }
@@ -54,8 +70,8 @@ class CpuMath {
                            const uint8_t* h_scale) {
         const PackedExpert& e = experts_[tile.expert];
         uint8_t* out = units_[unit].out.get();
-        fns_.linear2_tile(h, scale(h_scale), int(tile.num_rows), e.w2.get(), e.w2_scale.data(),
-                          gemm_, int(tile.n), reinterpret_cast<uint16_t*>(out),
+        fns_.linear2_tile(h, scale(h_scale), int(tile.num_rows), e.w2, e.w2_scale.data(), gemm_,
+                          int(tile.n), reinterpret_cast<uint16_t*>(out),
                           units_[unit].scratch.get());
         return out;
     }
@@ -92,6 +108,7 @@ class CpuMath {
     GemmShape gemm_;
     const TileFns& fns_;
     float clamp_;
+    WeightMemory weights_;
     std::vector<PackedExpert> experts_;
     std::vector<Unit> units_;
     uint32_t num_loaded_ = 0;
