@@ -224,6 +224,13 @@ def _row(
     peers = {n: t for n, t in measured.items() if n != ours.name}
     peer = min(peers, key=lambda n: peers[n].median_us, default=None)
     verdict = verdicts[ours.name]
+    reasons |= _absent(group.device)
+    if peer is None:
+        nobody = "no contender was asked for, or none could run"
+        reasons |= dict.fromkeys(("peer", "peer_us", "speedup"), nobody)
+    if mine is None:
+        timed = ("total_us", "p99_us", "tflops", "hbm_gbs", "speedup")
+        reasons |= dict.fromkeys(timed, reasons[ours.name])
     return {
         "model": options.model,
         "ranks": group.num_ranks,
@@ -256,7 +263,7 @@ def _row(
             for name in (ours.name, *(c.name for c in others))
         },
         "counters": [c.to_dict() for c in counters],
-        "reasons": reasons | _absent(group.device),
+        "reasons": reasons,
         "ok": all(v.ok for v in verdicts.values()),
     }
 
