@@ -1,0 +1,310 @@
+// GEMM main loops and what follows them for every opcode: weights on the M side of wgmma, tokens on
+// the N side, so that 8 to 128 tokens cost no padding to 64.
+//
+// A weight page is 128 output columns x 128 bytes of K; each of the two math warpgroups takes 64 of
+// the columns. A task has one or two sub-tiles of 128 columns, whose pages alternate.
+//
+// acc[tile][i]: column (warp of 8) * 16 + i / 2 % 2 * 8 + lane / 4 of the sub-tile, token
+// i / 4 * 8 + lane % 4 * 2 + i % 2. `emit_rows` gathers the columns of a token through shared memory
+// and hands them to one warp: lane l holds columns 4 l ... 4 l + 3. So finishers see rows.
+#pragma once
+
+#include "attention_pre/vm.cuh"
+#include "device/wgmma_transposed.cuh"
+
+namespace megamoe::attention {
+
+template <class S>
+inline constexpr int kAccumulators = S::kBand / 2;
+template <class S>
+using Tiles = float[S::kTiles][kAccumulators<S>];
+
+// The most blocks of K whose wgmmas are in flight at once: a divisor of all, as registers allow.
+MEGAMOE_HD constexpr int blocks_at_once(int blocks, int most) {
+    for (int d = most; d > 1; --d)
+        if (blocks % d == 0) return d;
+    return 1;
+}
+
+MEGAMOE_DEVICE void wait_pending(int groups) {  // a constant after unrolling
+    switch (groups) {
+        case 0: return wgmma::wait<0>();
+        case 1: return wgmma::wait<1>();
+        case 2: return wgmma::wait<2>();
+        default: return wgmma::wait<3>();
+    }
+}
+
+// The same for all lanes, and known to be.
+MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+
+// FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32.
+template <class S>
+MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
+    constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
+    constexpr int U = blocks_at_once(S::kBlocks, N * T <= 32 ? 4 / T : N * T <= 64 ? 2 : 1);
+    static_assert(S::kBlocks * T <= kMaxScales, "K of a task has too many blocks");
+    SharedStorage& s = t.s;
+    // Set although wgmma overwrites it: registers that look read before they are written would be
+    // kept free through all other bodies.
+    float part[U][T][N / 2];
+#pragma unroll
+    for (int tile = 0; tile < T; ++tile)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            acc[tile][i] = 0.f;
+#pragma unroll
+            for (int u = 0; u < U; ++u) part[u][tile][i] = 0.f;
+        }
+    t.wait_scales();
+    const uint32_t weights =
+        wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
+    const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
+    const uint32_t token = (ptx::lane() & 3) * 2;
+    const float* w_scale = t.slot.w_scale;
+    uint32_t weight_use = t.slot.weight_page;
+    const uint32_t input_use = t.slot.input_page;
+
+#pragma unroll 1
+    for (uint32_t first = 0; first < S::kBlocks; first += U) {
+        uint32_t weight_index[U][T], input_index[U];
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            const InputPage input(input_use + (first + u) / kGroupBlocks);
+            input_index[u] = input.index;
+            wait_or_stop(s, s.input_full[input.index], input.phase);
+            const uint32_t b = inputs + input.index * (kPageBytes / 16) +
+                               (first + u) % kGroupBlocks * (N * kBlockBytes / 16);
+#pragma unroll
+            for (int tile = 0; tile < T; ++tile) {
+                const WeightPage weight(weight_use++);
+                weight_index[u][tile] = weight.index;
+                wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+                const uint32_t a = weights + weight.index * (kPageBytes / 16);
+                wgmma::pin(part[u][tile]);
+                wgmma::fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    wgmma::Mma<N, true>::template run<1024, 1024>(
+                        part[u][tile], a + k * wgmma::kStepK, b + k * wgmma::kStepK, k > 0);
+                wgmma::commit();
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            const uint32_t scales =
+                ptx::shared_address(&s.input_scale[input_index[u]][(first + u) % kGroupBlocks * N]) +
+                token * 4;
+#pragma unroll
+            for (int tile = 0; tile < T; ++tile) {
+                const float w = w_scale[tile * S::kBlocks + first + u];
+                wait_pending(U * T - 1 - (u * T + tile));
+                float(&d)[N / 2] = part[u][tile];
+                wgmma::pin(d);
+#pragma unroll
+                for (int j = 0; j < N / 8; ++j) {
+                    float2 v = ptx::load_shared2(scales + j * 32);
+                    v.x = __fmul_rn(v.x, w);
+                    v.y = __fmul_rn(v.y, w);
+                    acc[tile][j * 4] = fmaf(d[j * 4], v.x, acc[tile][j * 4]);
+                    acc[tile][j * 4 + 1] = fmaf(d[j * 4 + 1], v.y, acc[tile][j * 4 + 1]);
+                    acc[tile][j * 4 + 2] = fmaf(d[j * 4 + 2], v.x, acc[tile][j * 4 + 2]);
+                    acc[tile][j * 4 + 3] = fmaf(d[j * 4 + 3], v.y, acc[tile][j * 4 + 3]);
+                }
+                arrive_warp(s.weight_free[weight_index[u][tile]]);
+            }
+            const uint32_t block = first + u;
+            if (block % kGroupBlocks == kGroupBlocks - 1 || block == S::kBlocks - 1)
+                arrive_warp(s.input_free[input_index[u]]);
+        }
+    }
+}
+
+// BF16: wgmma adds over all of K.
+template <class S>
+MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
+    constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
+    constexpr int U = blocks_at_once(S::kBlocks, 4);
+    constexpr bool kByHead = S::kLoads == Loads::kBf16ByHead;
+    SharedStorage& s = t.s;
+    const uint32_t weights =
+        wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
+    const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
+    uint32_t weight_use = t.slot.weight_page;
+    const uint32_t input_use = t.slot.input_page;
+#pragma unroll
+    for (int tile = 0; tile < T; ++tile)
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[tile][i] = 0.f;
+    static_assert(U * T <= int(kWeightPages) && ceil_div(U, kGroupBlocks) + 1 <= kInputPages);
+
+#pragma unroll 1
+    for (uint32_t first = 0; first < S::kBlocks; first += U) {
+        uint32_t weight_index[U][T], input_index[U];
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile) wgmma::pin(acc[tile]);
+        wgmma::fence();
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            const InputPage input(input_use + (first + u) / kGroupBlocks);
+            input_index[u] = input.index;
+            wait_or_stop(s, s.input_full[input.index], input.phase);
+            const uint32_t b = inputs + input.index * (kPageBytes / 16) +
+                               (first + u) % kGroupBlocks * (N * kBlockBytes / 16);
+#pragma unroll
+            for (int tile = 0; tile < T; ++tile) {
+                const WeightPage weight(weight_use++);
+                weight_index[u][tile] = weight.index;
+                wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+                const uint32_t a = weights + weight.index * (kPageBytes / 16);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                                        const uint32_t tokens = b + k * wgmma::kStepK;
+                    if constexpr (kByHead)
+                        wgmma::MmaTransposed<N>::template run<1024, 1024>(
+                            acc[tile], a + k * wgmma::kStepKTransposed, tokens, 1);
+                    else
+                        wgmma::Mma<N, false>::template run<1024, 1024>(
+                            acc[tile], a + k * wgmma::kStepK, tokens, 1);
+                }
+            }
+        }
+        wgmma::commit();
+        wgmma::wait<0>();
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile) wgmma::pin(acc[tile]);
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+#pragma unroll
+            for (int tile = 0; tile < T; ++tile) arrive_warp(s.weight_free[weight_index[u][tile]]);
+            const uint32_t block = first + u;
+            if (block % kGroupBlocks == kGroupBlocks - 1 || block == S::kBlocks - 1)
+                arrive_warp(s.input_free[input_index[u]]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- rows
+
+// Tokens of a chunk that one warp finishes: `warp`, `warp` + 8.
+template <int N>
+inline constexpr int kChunk = N < int(kChunkTokens) ? N : int(kChunkTokens);
+template <int N>
+inline constexpr int kRowsOfWarp = kChunk<N> / int(kMathWarps);
+MEGAMOE_DEVICE uint32_t token_of(uint32_t chunk, uint32_t i) {
+    return chunk * kChunkTokens + i * kMathWarps + threadIdx.x / 32;
+}
+
+// A finisher has
+//   early(chunk)        loads that need no event, for the tokens `token_of(chunk, i)` of this warp;
+//                       chunk 0's are asked for before the main loop
+//   late(chunk)         loads of what other tasks stored
+//   row(i, token, v)    columns 4 l ... 4 l + 3 of token `token_of(chunk, i)` in lane l
+struct NoLoads {
+    MEGAMOE_DEVICE void early(uint32_t) {}
+    MEGAMOE_DEVICE void late(uint32_t) {}
+};
+
+template <int N, class Finisher>
+MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher& finisher) {
+    constexpr int kAcc = N / 2;
+    const uint32_t lane = ptx::lane();
+    float(&gather)[kChunkTokens][kPitch] = t.s.gather;
+    const uint32_t column = threadIdx.x / 32 * 16 + lane / 4, token = (lane & 3) * 2;
+    constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
+#pragma unroll 1
+    for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
+        if (chunk > 0) finisher.early(chunk);
+        ptx::named_barrier<kMathThreads>(kMathBarrier);  // the last rows have been read
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {  // accumulators need constant indices
+            if (kChunks > 1 && c != chunk) continue;
+#pragma unroll
+            for (int i = 0; i < kPerChunk; ++i)
+                gather[i / 4 * 8 + token + i % 2][column + i / 2 % 2 * 8] = acc[c * kPerChunk + i];
+        }
+        finisher.late(chunk);
+        ptx::named_barrier<kMathThreads>(kMathBarrier);
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp<N>; ++i) {
+            const float4 v =
+                *reinterpret_cast<const float4*>(&gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
+            if (token_of(chunk, i) < t.inst().rows) finisher.row(i, token_of(chunk, i), v);
+        }
+    }
+}
+
+// A part of a split-K sum, to the workspace [M, parts, N].
+struct StorePartial : NoLoads {
+    float* to;
+    uint64_t pitch;
+    bool mine;
+    MEGAMOE_DEVICE StorePartial(const Task& t, float* partials, uint32_t n) {
+        const Instruction& inst = t.inst();
+        pitch = uint64_t(inst.parts) * n;
+        to = partials + inst.row * pitch + uint64_t(inst.part) * n + inst.col + ptx::lane() * 4;
+        mine = ptx::lane() * 4 < inst.cols;
+    }
+    MEGAMOE_DEVICE void row(int, uint32_t token, float4 v) const {
+        if (mine) *reinterpret_cast<float4*>(to + token * pitch) = v;
+    }
+};
+
+MEGAMOE_DEVICE void add(float4& a, const float4& b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
+}
+
+// The sum of all parts of the unit, in ascending order, handed to the finisher as rows.
+template <int N, class Finisher>
+MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n, Finisher& finisher) {
+    constexpr int R = kRowsOfWarp<N>, kAtOnce = 8;
+    const Instruction& inst = t.inst();
+    const uint32_t parts = inst.parts, rows = inst.rows;
+    const float* from =
+        partials + uint64_t(inst.row) * parts * n + inst.col + min(ptx::lane() * 4, inst.cols - 4);
+#pragma unroll 1
+    for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows; ++chunk) {
+        if (chunk > 0) finisher.early(chunk);
+        finisher.late(chunk);
+        float4 sum[R] = {};
+#pragma unroll 1
+        for (uint32_t first = 0; first < parts; first += kAtOnce) {
+            float4 v[R][kAtOnce];
+#pragma unroll
+            for (int q = 0; q < kAtOnce; ++q)
+#pragma unroll
+                for (int i = 0; i < R; ++i) {
+                    const uint32_t token = token_of(chunk, i), part = first + q;
+                    v[i][q] = token < rows && part < parts
+                                  ? ptx::load_l2(reinterpret_cast<const float4*>(
+                                        from + (uint64_t(token) * parts + part) * n))
+                                  : float4{};
+                }
+#pragma unroll
+            for (int q = 0; q < kAtOnce; ++q)
+#pragma unroll
+                for (int i = 0; i < R; ++i) add(sum[i], v[i][q]);
+        }
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+            if (token_of(chunk, i) < rows) finisher.row(i, token_of(chunk, i), sum[i]);
+    }
+}
+
+// An FP8 GEMM that may be split along K: one part finishes in registers, several go through the
+// workspace and the last to arrive finishes.
+template <class S, class Finisher>
+MEGAMOE_DEVICE void reduced_gemm(const Task& t, float* partials, Finisher& finisher) {
+    finisher.early(0);
+    Tiles<S> acc;
+    gemm_fp8<S>(t, acc);
+    if (t.inst().parts == 1) return emit_rows<S::kBand>(t, acc[0], finisher);
+    StorePartial store(t, partials, S::kN);
+    emit_rows<S::kBand>(t, acc[0], store);
+    if (last_of_unit(t)) emit_sums<S::kBand>(t, partials, S::kN, finisher);
+}
+
+}  // namespace megamoe::attention

@@ -1,0 +1,115 @@
+// What finishers do with a row: sums over its lanes, rotation, quantisation, stores.
+#pragma once
+
+#include "attention_pre/ops/gemm.cuh"
+
+namespace megamoe::attention {
+
+template <int kLanes = 32>
+MEGAMOE_DEVICE float sum_lanes(float v) {
+#pragma unroll
+    for (int o = 1; o < kLanes; o <<= 1) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+}
+template <int kLanes = 32>
+MEGAMOE_DEVICE float max_lanes(float v) {
+#pragma unroll
+    for (int o = 1; o < kLanes; o <<= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+    return v;
+}
+
+MEGAMOE_DEVICE float bf16_low(uint32_t v) { return __uint_as_float(v << 16); }
+MEGAMOE_DEVICE float bf16_high(uint32_t v) { return __uint_as_float(v & 0xffff0000u); }
+MEGAMOE_DEVICE float4 unpack4(uint2 v) {
+    return {bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y)};
+}
+MEGAMOE_DEVICE uint2 pack4(const float4& v) {
+    return {ptx::pack_bf16(v.x, v.y), ptx::pack_bf16(v.z, v.w)};
+}
+MEGAMOE_DEVICE void unpack8(const uint4& v, float (&f)[8]) {
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        f[2 * i] = bf16_low(word[i]);
+        f[2 * i + 1] = bf16_high(word[i]);
+    }
+}
+MEGAMOE_DEVICE uint4 pack8(const float (&f)[8]) {
+    return {ptx::pack_bf16(f[0], f[1]), ptx::pack_bf16(f[2], f[3]), ptx::pack_bf16(f[4], f[5]),
+            ptx::pack_bf16(f[6], f[7])};
+}
+
+// The scale of a group of 128 whose largest magnitude, NaN left out, is `amax`: amax / 448, or the
+// next power of two.
+struct Quantiser {
+    float scale, inverse;
+    MEGAMOE_DEVICE Quantiser(float amax, bool pow2) {
+        scale = __fdiv_rn(fmaxf(amax, 1e-30f), 448.f);
+        if (pow2) scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
+        inverse = __frcp_rn(scale);
+    }
+    MEGAMOE_DEVICE uint32_t pack(float low, float high) const {
+        return ptx::pack_e4m3(__fmul_rn(low, inverse), __fmul_rn(high, inverse));
+    }
+    MEGAMOE_DEVICE uint32_t pack(const float4& v) const {
+        return pack(v.x, v.y) | pack(v.z, v.w) << 16;
+    }
+    MEGAMOE_DEVICE uint2 pack(const float (&f)[8]) const {
+        return {pack(f[0], f[1]) | pack(f[2], f[3]) << 16, pack(f[4], f[5]) | pack(f[6], f[7]) << 16};
+    }
+};
+MEGAMOE_DEVICE float amax4(const float4& v) {
+    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+MEGAMOE_DEVICE float amax8(const float (&f)[8]) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(f[i]));
+    return most;
+}
+
+// Rotation of neighbouring pairs (2i, 2i+1). The table has rows of R/2 cosines, then R/2 sines.
+struct Rotation {
+    float2 cos, sin;  // of this lane's two pairs
+    bool active;
+
+    // `pair` is the first pair of the lane's four columns; lanes without rotated columns are idle.
+    template <int kRope>
+    MEGAMOE_DEVICE void load(const float* table, uint32_t position, int pair) {
+        static_assert(kRope % 4 == 0);
+        active = pair >= 0 && pair < kRope / 2;
+        if (!active) return;
+        const float* row = table + uint64_t(position) * kRope + pair;
+        cos = __ldg(reinterpret_cast<const float2*>(row));
+        sin = __ldg(reinterpret_cast<const float2*>(row + kRope / 2));
+    }
+    MEGAMOE_DEVICE float4 operator()(const float4& v) const {
+        if (!active) return v;
+        return {v.x * cos.x - v.y * sin.x, v.y * cos.x + v.x * sin.x,
+                v.z * cos.y - v.w * sin.y, v.w * cos.y + v.z * sin.y};
+    }
+};
+
+// Rotations of the tokens that a warp finishes.
+template <int N, int kRope>
+struct RowRotations {
+    Rotation of[kRowsOfWarp<N>];
+    const uint32_t* positions;
+    const float* table;
+    int pair;
+    uint32_t rows;
+
+    MEGAMOE_DEVICE RowRotations(const Task& t, const uint32_t* positions, const float* table,
+                                int pair)
+        : positions(positions + t.inst().row), table(table), pair(pair), rows(t.inst().rows) {}
+    MEGAMOE_DEVICE void load(uint32_t chunk) {
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp<N>; ++i) {
+            const uint32_t token = token_of(chunk, i);
+            of[i].active = false;
+            if (token < rows) of[i].template load<kRope>(table, __ldg(positions + token), pair);
+        }
+    }
+};
+
+}  // namespace megamoe::attention

@@ -1,0 +1,385 @@
+"""The attention-pre megakernel on a Hopper GPU: plans compiled, bound to memory, launched.
+
+    compile_attention   specialisations -> cubin (no GPU needed)
+    AttentionKernel     cubin -> loaded kernel, shared by the plans that need no other body
+    BoundPlan           plan + tensors -> launches
+
+A plan is bound once. New addresses rebuild the operand table and the tensor maps (``rebind``), a
+new plan uploads its instructions; the kernel is compiled again only when a plan asks for a
+specialisation that it lacks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megamoe import jit
+from megamoe.attention_pre.encode import EncodedPlan, instruction_format, operand_table
+from megamoe.attention_pre.tiling import Specialization
+from megamoe.backends.cuda_driver import Kernel, Module, tensor_map
+from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
+from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
+
+__all__ = ["AttentionFault", "AttentionKernel", "BoundPlan", "compile_attention", "spec_macro"]
+
+_DTYPES: Final = {
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "fp32": torch.float32,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bytes": torch.uint8,
+}
+_FP8_GEMMS: Final = (
+    "qkv_a",
+    "index_key",
+    "index_query",
+    "main_query",
+    "gemm_swiglu",
+    "gemm_store",
+)
+_MAX_BAND: Final = 128
+_MAX_TILES: Final = 2
+_MAX_OPERAND_ROWS: Final = 16
+_FAULT_WORDS: Final = 7
+_STAMPS: Final = 3
+
+
+class AttentionFault(MegaMoeError, TimeoutError):
+    """A CTA waited too long for an event; the plan must be ``reset`` before it runs again."""
+
+
+class _AttentionParams(ctypes.Structure):
+    """``AttentionParams`` of csrc/attention_pre/params.cuh; sizes are compared on loading."""
+
+    _fields_ = (
+        ("instructions", ctypes.c_uint64),
+        ("operands", ctypes.c_uint64),
+        ("maps", ctypes.c_uint64),
+        ("counters", ctypes.c_uint64),
+        ("epochs", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("depth", ctypes.c_uint32),
+        ("num_operand_rows", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("dynamic", ctypes.c_uint32),
+        ("ticket_counter", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+def _refuse(spec: Specialization) -> str:
+    """Why the kernel has no body of this shape; empty if it has."""
+    shape = dict(spec.shape)
+    if spec.opcode == "index_score":
+        heads = int(shape["heads"])
+        if heads % 8 or spec.band * heads not in (8, 16, 32, 64, 128):
+            return f"{heads} index heads: must be 8, 16, 32, 64 or 128"
+        return ""
+    if spec.opcode in ("norm_quant", "qkv_a_final"):
+        return ""
+    if spec.band > _MAX_BAND:
+        return f"bands of {spec.band} tokens: at most {_MAX_BAND}"
+    if spec.opcode == "absorb_query" and (spec.k % 64 or spec.n % GROUP):
+        return f"absorbed heads of {spec.k} by {spec.n}: multiples of 64 by {GROUP} needed"
+    if -(-spec.block_n // GROUP) > _MAX_TILES:
+        return f"tasks of {spec.block_n} columns: at most {_MAX_TILES * GROUP}"
+    return ""
+
+
+def spec_macro(specs: Sequence[Specialization]) -> str:
+    """The specialisations as the kernel's list, one ``X(...)`` each.
+
+    Raises:
+        SpecError: the kernel has no body of such a shape.
+    """
+    items = []
+    for i, spec in enumerate(specs):
+        if why := _refuse(spec):
+            raise SpecError(f"{spec.opcode} on the GPU: {why}")
+        shape = dict(spec.shape)
+        opcode = "k" + "".join(part.capitalize() for part in spec.opcode.split("_"))
+        sizes = [spec.band, spec.n, spec.k, spec.block_n, spec.k_tile]
+        names = ("heads", "head_dim", "rope", "q_lora", "kv_lora")
+        sizes += [int(shape.get(name, 0)) for name in names]
+        eps = float(shape.get("rmsnorm_eps", shape.get("layernorm_eps", 0)))
+        factor = float(shape.get("fold_factor", 0))
+        items.append(f"X({i},{opcode},{','.join(map(str, sizes))},{eps!r}f,{factor!r}f)")
+    return "".join(items)
+
+
+def compile_attention(
+    specs: Sequence[Specialization], *, slots: int = 3, trace: bool = False
+) -> jit.Cubin:
+    """The kernel for these specialisations. Needs no GPU.
+
+    Args:
+        specs: by ``spec_id``.
+        slots: instruction slots of a CTA: how far its loaders run ahead.
+        trace: stamp every instruction; for diagnosis.
+    """
+    defines: dict[str, int | str] = {
+        "MEGAMOE_ATTENTION_SPECS": spec_macro(specs),
+        "MEGAMOE_ATTENTION_SLOTS": slots,
+    }
+    if trace:
+        defines["MEGAMOE_ATTENTION_TRACE"] = 1
+    return jit.compile_cubin("attention_pre/attention_pre.cu", defines)
+
+
+class AttentionKernel:
+    """A compiled kernel, loaded on the current device.
+
+    Args:
+        specs: specialisations of the plans to run, by ``spec_id``: ``Planner.specializations``.
+        slots: see ``compile_attention``.
+        trace: see ``compile_attention``.
+        cooperative: ask the driver to refuse a grid that is not resident at once.
+
+    Raises:
+        BackendUnavailable: no Hopper GPU.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Specialization],
+        *,
+        slots: int = 3,
+        trace: bool = False,
+        cooperative: bool = True,
+    ) -> None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            raise BackendUnavailable("the megakernel needs a Hopper GPU (compute capability 9.0)")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.specs = tuple(specs)
+        self.trace = trace
+        cubin = compile_attention(specs, slots=slots, trace=trace)
+        if cubin.constant("megamoe_attention_param_bytes") != ctypes.sizeof(_AttentionParams):
+            raise MegaMoeError("the kernel's parameters are not those of backends/attention.py")
+        self.kernel = Kernel(
+            Module(cubin.image),
+            "megamoe_attention_pre",
+            threads=cubin.constant("megamoe_attention_threads"),
+            shared_bytes=cubin.constant("megamoe_attention_shared_bytes"),
+            cooperative=cooperative,
+        )
+
+    def covers(self, specs: Sequence[Specialization]) -> bool:
+        """Whether a plan with these specialisations runs on this kernel."""
+        return self.specs[: len(specs)] == tuple(specs)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """How an operand row is loaded."""
+
+    opcode: str
+    spec: Specialization
+
+
+def _rows(encoded: EncodedPlan) -> dict[int, _Row]:
+    """Loading bodies by operand row; rows of other bodies need no tensor maps."""
+    fmt = instruction_format()
+    words = encoded.instructions.reshape(-1, fmt.words)
+    columns = [fmt.fields[name][0] for name in ("operand_row", "opcode", "spec_id")]
+    rows: dict[int, _Row] = {}
+    for row, number, spec_id in np.unique(words[:, columns], axis=0).tolist():
+        opcode = fmt.opcode_name(number)
+        assert opcode is not None
+        if opcode in ("no_op", "norm_quant", "qkv_a_final"):
+            continue
+        if row in rows:
+            raise SpecError(f"operand row {row} has two specialisations: give them a row each")
+        rows[row] = _Row(opcode, encoded.specializations[spec_id])
+    return rows
+
+
+def _stage_maps(row: _Row, operands: Mapping[str, Tensor]) -> bytes:
+    """Tensor maps of inputs and weights (``StageMaps``)."""
+    band = row.spec.band
+
+    def matrix(name: str, box: tuple[int, int]) -> bytes:
+        """Rows of a matrix; leading dimensions are rows, too."""
+        t = operands[name]
+        return _map(t, t.shape[-1], t.numel() // t.shape[-1], box)
+
+    if row.opcode in _FP8_GEMMS:
+        return matrix("a", (GROUP, band)) + matrix("w", (GROUP, GROUP))
+    if row.opcode == "head_gate":
+        return matrix("a", (64, band)) + matrix("w", (64, GROUP))
+    if row.opcode == "absorb_query":
+        a = operands["a"]
+        return _map(a, a[0].numel(), a.shape[0], (64, band)) + matrix("w", (64, 64))
+    cache = operands["cache"]  # a page is 64 rows of codes and 2 of scales
+    heads = int(dict(row.spec.shape)["heads"])
+    return matrix("codes", (INDEX_DIM, band * heads)) + _map(
+        cache, INDEX_DIM, cache.numel() // INDEX_DIM, (INDEX_DIM, INDEX_PAGE)
+    )
+
+
+def _map(t: Tensor, columns: int, rows: int, box: tuple[int, int]) -> bytes:
+    return tensor_map(
+        t.data_ptr(), columns=columns, rows=rows, box=box, element_bytes=t.element_size()
+    )
+
+
+class BoundPlan:
+    """A plan on one kernel and one set of tensors.
+
+    Args:
+        kernel: compiled for the plan's specialisations.
+        encoded: the plan.
+        tensors: every buffer the plan names, on the kernel's device.
+        timeout_s: limit of every event wait.
+
+    Raises:
+        SpecError: the kernel lacks a specialisation, or a tensor does not fit.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        encoded: EncodedPlan,
+        tensors: Mapping[str, Tensor],
+        *,
+        timeout_s: float = 2.0,
+    ) -> None:
+        if not kernel.covers(encoded.specializations):
+            raise SpecError("the plan has specialisations that the kernel was not compiled for")
+        sms = torch.cuda.get_device_properties(kernel.device).multi_processor_count
+        if encoded.num_workers > sms:
+            raise SpecError(f"a plan for {encoded.num_workers} workers: this GPU has {sms} SMs")
+        if len(encoded.operand_slots) > _MAX_OPERAND_ROWS:
+            raise SpecError(f"{len(encoded.operand_slots)} stages: at most {_MAX_OPERAND_ROWS}")
+        self.kernel = kernel
+        self.encoded = encoded
+        self._fmt = instruction_format()
+        device = kernel.device
+        self._instructions = _upload(encoded.instructions.view(np.int32), device)
+        counters = encoded.num_counters * self._fmt.counter_stride
+        self._counters = torch.zeros(max(counters, 1), dtype=torch.int32, device=device)
+        self._epochs = torch.zeros(encoded.num_workers, dtype=torch.int32, device=device)
+        self._fault = torch.zeros(8, dtype=torch.int32, device=device)
+        places = encoded.instructions.shape[0] * encoded.instructions.shape[1]
+        self._stamps = torch.zeros(
+            places * _STAMPS if kernel.trace else 1, dtype=torch.int64, device=device
+        )
+        rows = len(encoded.operand_slots)
+        self._operands = torch.zeros(
+            rows, self._fmt.operand_slots, dtype=torch.int64, device=device
+        )
+        self._maps = torch.zeros(rows, 256, dtype=torch.uint8, device=device)
+        self._timeout_s = timeout_s
+        self._params = _AttentionParams(
+            instructions=self._instructions.data_ptr(),
+            operands=self._operands.data_ptr(),
+            maps=self._maps.data_ptr(),
+            counters=self._counters.data_ptr(),
+            epochs=self._epochs.data_ptr(),
+            fault=self._fault.data_ptr(),
+            trace=self._stamps.data_ptr(),
+            timeout_ns=int(timeout_s * 1e9),
+            depth=encoded.instructions.shape[1],
+            num_operand_rows=rows,
+            num_tokens=self._num_tokens(),
+            dynamic=int(encoded.dynamic),
+            ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
+        )
+        self.rebind(tensors)
+
+    def _num_tokens(self) -> int:
+        words = self.encoded.instructions.reshape(-1, self._fmt.words).astype(np.int64)
+        row, rows = (self._fmt.fields[name][0] for name in ("row", "rows"))
+        return int((words[:, row] + words[:, rows]).max(initial=0))
+
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Points the plan at other tensors of the same shapes; launches enqueued later see them.
+
+        Raises:
+            SpecError: a tensor is missing or does not fit.
+        """
+        for name, buffer in self.encoded.buffers.items():
+            if name not in tensors:
+                raise SpecError(
+                    f"no tensor {name!r}: the plan needs {', '.join(self.encoded.buffers)}"
+                )
+            self._check(name, tensors[name], buffer.shape, buffer.dtype)
+        table = operand_table(
+            self.encoded, {n: tensors[n].data_ptr() for n in self.encoded.buffers}
+        )
+        maps = np.zeros((len(table), 256), np.uint8)
+        for index, row in _rows(self.encoded).items():
+            slots = self.encoded.operand_slots[index]
+            names = {slot: name for name, slot in self._fmt.operands[row.opcode].items()}
+            operands = {names[slot]: tensors[buffer] for slot, buffer in slots.items()}
+            maps[index] = np.frombuffer(_stage_maps(row, operands), np.uint8)
+        self._operands.copy_(torch.from_numpy(table.view(np.int64)))
+        self._maps.copy_(torch.from_numpy(maps))
+        self._tensors = dict(tensors)  # kept alive
+
+    def _check(self, name: str, t: Tensor, shape: tuple[int | str, ...], dtype: str) -> None:
+        fits = len(t.shape) == len(shape) and all(
+            isinstance(want, str) or want == have for want, have in zip(shape, t.shape, strict=True)
+        )
+        good = t.device == self.kernel.device and t.is_contiguous() and t.data_ptr() % 16 == 0
+        if not (fits and good and t.dtype == _DTYPES[dtype]):
+            raise SpecError(
+                f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: must be {shape} {dtype} on "
+                f"{self.kernel.device}, contiguous, at a multiple of 16 bytes"
+            )
+
+    def launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Enqueues one run, also into a graph under capture; ``check`` looks for faults later."""
+        where = stream or torch.cuda.current_stream(self.kernel.device)
+        self.kernel.kernel.launch(self.encoded.num_workers, self._params, where.cuda_stream)
+
+    def run(self) -> None:
+        """One run on the current stream, to its end.
+
+        Raises:
+            AttentionFault: an event never came.
+        """
+        self.launch()
+        self.check()
+
+    def check(self) -> None:
+        """Waits for the device, and raises if a run gave up.
+
+        Raises:
+            AttentionFault: a run gave up since the last ``reset``.
+        """
+        torch.cuda.synchronize(self.kernel.device)
+        raised, worker, place, event, want, have, epoch = self._fault[:_FAULT_WORDS].tolist()
+        if not raised:
+            return
+        task = self.encoded.tasks[0 if self.encoded.dynamic else worker, place]
+        raise AttentionFault(
+            f"CTA {worker} waited more than {self._timeout_s:g} s at place {place} of its queue "
+            f"(task {task}, run {epoch}): event {event} stands at {have}, not {want}. Call reset()."
+        )
+
+    def reset(self) -> None:
+        """Counters and faults as before the first run."""
+        torch.cuda.synchronize(self.kernel.device)
+        for t in (self._counters, self._epochs, self._fault):
+            t.zero_()
+
+    def stamps(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """With ``trace``: int64 [queues, depth, 3] ns: visible, inputs ready, done."""
+        if not self.kernel.trace:
+            raise SpecError("this kernel stamps nothing: AttentionKernel(..., trace=True)")
+        shape = (*self.encoded.instructions.shape[:2], _STAMPS)
+        return self._stamps.cpu().numpy().reshape(shape)
+
+
+def _upload(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
