@@ -186,12 +186,16 @@ class EngineFault(msgspec.Struct, frozen=True, kw_only=True):
     record: dict[str, Any] | None = None
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True, kw_only=True)
 class MoEResult:
     """Answer to one request.
 
     Attributes:
-        output: [n, H] BF16.
+        output: [n, H] BF16; valid until ``release`` is called, which the caller must do once.
         topk_ids: [n, K] int32 that were used, if asked for.
         topk_weights: [n, K] float32 that were used, if asked for.
         queue_s: from submission to the begin of its step.
@@ -202,7 +206,7 @@ class MoEResult:
         high_water: see ``StepRecord``.
     """
 
-    output: bytes
+    output: memoryview
     topk_ids: bytes | None = None
     topk_weights: bytes | None = None
     queue_s: float = 0.0
@@ -211,6 +215,7 @@ class MoEResult:
     step: int = 0
     step_tokens: int = 0
     high_water: tuple[tuple[int, int], ...] = ()
+    release: Callable[[], None] = _nothing
 
 
 @dataclass(slots=True, kw_only=True)

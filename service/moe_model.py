@@ -233,7 +233,7 @@ def answer(name: str, request: MoERequest, result: MoEResult, layer: LayerInfo) 
     """One output of a finished request."""
     shape: tuple[int, ...] = (request.num_tokens, layer.topk)
     if name == "output":
-        data = memoryview(result.output)
+        data = result.output
         return Tensor(name, "BF16", (request.num_tokens, layer.hidden), data)
     if name == "topk_ids":
         return Tensor(name, "INT32", shape, _given(result.topk_ids, request.topk_ids))

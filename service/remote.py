@@ -255,9 +255,19 @@ class RemoteEngine:
         assert layer is not None
         total = time.monotonic() - waiting.submitted
         queue = max(0.0, done.started - waiting.submitted)
-        output, ids, weights = self._read(group, waiting, layer, routes)
+        arena, layout, rows = group.arena, waiting.layout, waiting.num_tokens
+        if arena is None:  # the group ended between its answer and this line
+            raise EngineUnavailable("the group of ranks ended while the answer was being read")
+
+        def view(offset: int, nbytes: int) -> memoryview:
+            return arena.view[offset : offset + nbytes]
+
+        ids = weights = None
+        if routes and waiting.chosen:
+            ids = bytes(view(layout.topk_ids, rows * layer.topk * 4))
+            weights = bytes(view(layout.topk_weights, rows * layer.topk * 4))
         return MoEResult(
-            output=output,
+            output=view(layout.output, rows * layer.hidden * 2),
             topk_ids=ids,
             topk_weights=weights,
             queue_s=queue,
@@ -266,28 +276,8 @@ class RemoteEngine:
             step=done.step,
             step_tokens=done.step_tokens,
             high_water=tuple(done.high_water),
+            release=lambda: self._free(group, waiting),
         )
-
-    @staticmethod
-    def _read(
-        group: _Group, waiting: _Waiting, layer: LayerInfo, routes: bool
-    ) -> tuple[bytes, bytes | None, bytes | None]:
-        """Copies the answer out of the arena and frees the block."""
-        arena, layout = group.arena, waiting.layout
-        if arena is None:  # the group ended between its answer and this line
-            raise EngineUnavailable("the group of ranks ended while the answer was being read")
-        rows = waiting.num_tokens
-
-        def copy(offset: int, nbytes: int) -> bytes:
-            return bytes(arena.view[offset : offset + nbytes])
-
-        output = copy(layout.output, rows * layer.hidden * 2)
-        ids = weights = None
-        if routes and waiting.chosen:
-            ids = copy(layout.topk_ids, rows * layer.topk * 4)
-            weights = copy(layout.topk_weights, rows * layer.topk * 4)
-        arena.release(layout.begin, layout.nbytes)
-        return output, ids, weights
 
     # -------------------------------------------------------------- messages
 

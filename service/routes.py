@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -26,7 +27,7 @@ from service.errors import ServiceError, busy, unavailable
 from service.limits import read_body
 from service.metrics import CONTENT_TYPE, Metrics
 from service.oip import codec
-from service.oip.schema import InferResponse, ModelReady, ServerMetadata
+from service.oip.schema import InferRequest, InferResponse, ModelReady, ServerMetadata
 
 __all__ = ["CLIENT_GONE", "make_router"]
 
@@ -82,7 +83,13 @@ def _json(value: Any, status: int = 200) -> Response:
 class TensorResponse(Response):
     """An answer whose binary tensors go out without being joined to the JSON part."""
 
-    def __init__(self, head: bytes, parts: list[memoryview], headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        head: bytes,
+        parts: list[memoryview],
+        headers: dict[str, str],
+        release: Callable[[], None],
+    ) -> None:
         length = len(head) + sum(part.nbytes for part in parts)
         fields = {"content-length": str(length), **headers}
         if parts:
@@ -90,13 +97,18 @@ class TensorResponse(Response):
         kind = "application/octet-stream" if parts else "application/json"
         super().__init__(head, headers=fields, media_type=kind)
         self.parts = parts
+        self.release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        for index, part in enumerate([self.body, *self.parts]):
-            more = index < len(self.parts)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for index, part in enumerate([self.body, *self.parts]):
+                more = index < len(self.parts)
+                # The server copies what it is given before it returns.
+                await send({"type": "http.response.body", "body": part, "more_body": more})
+        finally:
+            self.release()
 
 
 async def _until_gone(request: Request) -> None:
@@ -118,8 +130,8 @@ async def _run(engine: Engine, request: Request, work: MoERequest) -> MoEResult 
     except (EngineUnavailable, RequestExpired) as error:
         raise unavailable(str(error)) from None
     finally:
-        for task in (job, gone):
-            task.cancel()
+        gone.cancel()
+        job.cancel()
 
 
 def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIRouter:
@@ -170,6 +182,20 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
         result = await _run(engine, request, work)
         if result is None:
             return Response(status_code=CLIENT_GONE)
+        try:
+            return respond(message, wanted, work, layer, result, started)
+        except BaseException:
+            result.release()
+            raise
+
+    def respond(
+        message: InferRequest,
+        wanted: list[tuple[str, bool]],
+        work: MoERequest,
+        layer: LayerInfo,
+        result: MoEResult,
+        started: float,
+    ) -> Response:
         response = InferResponse(
             model_name=moe_model.NAME,
             model_version=moe_model.VERSION,
@@ -195,7 +221,7 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
         )
         total = time.monotonic() - started
         metrics.on_request(result.queue_s, result.host_s, result.kernel_s, total)
-        return TensorResponse(head, parts, {"server-timing": timing})
+        return TensorResponse(head, parts, {"server-timing": timing}, result.release)
 
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     infer_body = {

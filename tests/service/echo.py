@@ -137,7 +137,7 @@ class EchoEngine:
         for observe in self.observers.step:
             observe(record)
         return MoEResult(
-            output=echo(hidden, scales, ids, weights).astype("<u2").tobytes(),
+            output=memoryview(echo(hidden, scales, ids, weights).astype("<u2").tobytes()),
             topk_ids=ids.tobytes() if chosen and request.routes else None,
             topk_weights=weights.tobytes() if chosen and request.routes else None,
             queue_s=queue_s,

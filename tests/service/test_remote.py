@@ -175,6 +175,7 @@ def test_answers_in_any_order_reach_their_own_request():
             for given, result in zip(wanted, await asyncio.gather(*jobs), strict=True):
                 want = np.frombuffer(given.hidden, np.uint16) ^ 0x8000
                 assert result.output == want.tobytes()
+                result.release()
                 assert result.kernel_s == 0.001
                 assert result.high_water == ((1, 2), (3, 4))
             assert engine.status().num_requests == 0
@@ -254,7 +255,7 @@ def test_stale_replayed_and_malformed_messages_are_refused():
             assert engine.rejected[1:] == ["unknown request"] + ["malformed"] * 3
             assert not job.done()
             group.answer(submit)
-            await job
+            (await job).release()
             # The answer again, and the step again.
             group.done(submit.request)
             group.stepped(1)

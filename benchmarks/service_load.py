@@ -1,0 +1,297 @@
+"""Figures of the layer service over CPU ranks, into ``benchmarks/results/service_cpu.json``.
+
+python benchmarks/service_load.py                 # all three, about four minutes
+python benchmarks/service_load.py --seconds 5 --no-write
+
+1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
+   alone; latencies; resident memory of every process at a sixth of the time and at the end.
+2. ``kill``: the same while a rank is killed and the group restarts; every request is answered
+   right or refused cleanly, none hangs.
+3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
+   same body through the same HTTP stack, alternating in one loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import psutil
+import tritonclient.http.aio as aio
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from tritonclient.utils import InferenceServerException
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.service.served import Served, inputs_of, make_tokens, output_bits  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "service_cpu.json"
+LOAD_SHAPE = "hidden=512,inter=256,experts=16,topk=4"
+COST_SHAPE = "hidden=7168,inter=128,experts=8,topk=2"
+HANG_S = 30.0
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def resident(served: Served) -> dict[str, float]:
+    """MiB by kind of process; ``HTTP`` without the shared arena would be less."""
+    found: dict[str, float] = {}
+    served.note_processes()
+    for process in served.seen.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            kind = "http" if "-m service" in line else "rank" if "-u -m launcher" in line else ""
+            if kind:
+                found[kind] = found.get(kind, 0.0) + process.memory_info().rss / (1 << 20)
+    return {kind: round(mib, 1) for kind, mib in found.items()}
+
+
+async def drive(served: Served, cases, want, clients: int, seconds: float, kill_at: float | None):
+    """Closed-loop clients; returns what became of every request."""
+    latencies: list[float] = []
+    refused: dict[str, int] = {}
+    wrong: list[str] = []
+    slowest = 0.0
+    end = time.monotonic() + seconds
+    memory: list[dict[str, float]] = []
+
+    async def one(number: int) -> None:
+        nonlocal slowest
+        inputs = inputs_of(*cases[number])
+        async with aio.InferenceServerClient(
+            f"127.0.0.1:{served.port}", conn_timeout=HANG_S
+        ) as client:
+            while time.monotonic() < end:
+                begun = time.monotonic()
+                try:
+                    result = await client.infer("moe", inputs)
+                    bits = result.as_numpy("output").view(np.uint16)
+                    if bits.shape != want[number].shape or (bits != want[number]).any():
+                        wrong.append(f"client {number}: other bits")
+                    latencies.append(time.monotonic() - begun)
+                except InferenceServerException as error:
+                    key = f"{error.status()}: {error.message()}"
+                    refused[key] = refused.get(key, 0) + 1
+                    await asyncio.sleep(0.05)
+                except Exception as error:  # noqa: BLE001 - a lost answer is what we count
+                    wrong.append(f"client {number}: {type(error).__name__}: {error}")
+                slowest = max(slowest, time.monotonic() - begun)
+
+    async def watch() -> None:
+        await asyncio.sleep(seconds / 6)
+        memory.append(await asyncio.to_thread(resident, served))
+        if kill_at is not None:
+            await asyncio.sleep(max(0.0, kill_at - seconds / 6))
+            await asyncio.to_thread(served.fault, 1, "kill")
+        await asyncio.sleep(max(0.0, end - time.monotonic() - 1.0))
+        memory.append(await asyncio.to_thread(resident, served))
+
+    await asyncio.gather(watch(), *(one(number) for number in range(clients)))
+    return latencies, refused, wrong, slowest, memory
+
+
+def load_row(name: str, clients: int, seconds: float, *, kill: bool) -> dict:
+    options = ["--fault-injection", "--heartbeat", "1", "--timeout", "10"]
+    with Served(*options, shape=LOAD_SHAPE) as served:
+        served.wait_ready()
+        cases = [
+            make_tokens(1 + seed * 5 % 16, seed, hidden=512, experts=16, topk=4)
+            for seed in range(clients)
+        ]
+        with served.client() as client:
+            want = [output_bits(client, *case) for case in cases]
+        steps = served.metric('megamoe_steps_total{kind="work"}')
+        outcome = drive(served, cases, want, clients, seconds, seconds / 3 if kill else None)
+        latencies, refused, wrong, slowest, memory = asyncio.run(outcome)
+        steps = served.metric('megamoe_steps_total{kind="work"}') - steps
+        row = {
+            "name": name,
+            "shape": LOAD_SHAPE,
+            "ranks": 2,
+            "clients": clients,
+            "seconds": seconds,
+            "answers": len(latencies),
+            "wrong_or_lost": len(wrong),
+            "refused": refused,
+            "answers_per_s": round(len(latencies) / seconds, 1),
+            "requests_per_step": round(len(latencies) / max(1.0, steps), 2),
+            "p50_ms": round(percentile(latencies, 0.50) * 1e3, 2),
+            "p99_ms": round(percentile(latencies, 0.99) * 1e3, 2),
+            "slowest_s": round(slowest, 3),
+            "rss_mib_early": memory[0],
+            "rss_mib_end": memory[-1],
+            "generations": int(served.metric("megamoe_group_generation")),
+        }
+        for line in wrong[:5]:
+            print(line, file=sys.stderr)
+        if kill:
+            served.wait_ready(generation=2)
+            with served.client() as client:
+                after = [output_bits(client, *case) for case in cases[:8]]
+            row["same_bits_after_restart"] = all(
+                (a == b).all() for a, b in zip(after, want, strict=False)
+            )
+    return row
+
+
+# ---------------------------------------------------------------------- cost
+
+
+def echo_server() -> None:
+    """A FastAPI app that gives a body back, on the service's own uvicorn settings."""
+    from service.config import ServiceConfig
+    from service.server import bind_tcp, make_server
+
+    app = FastAPI()
+
+    @app.post("/echo")
+    async def echo(request: Request) -> Response:
+        return Response(await request.body(), media_type="application/octet-stream")
+
+    config = ServiceConfig(port=0)
+    sock = bind_tcp(config)
+    print(sock.getsockname()[1], flush=True)
+    make_server(app, config).run([sock])
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: bytes, headers: dict):
+    """(seconds, response headers, body)."""
+    begun = time.perf_counter()
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    data = answer.read()
+    took = time.perf_counter() - begun
+    assert answer.status == 200, data[:300]
+    return took, dict(answer.getheaders()), data
+
+
+def cost_row(requests: int) -> dict:
+    from tritonclient.http import InferenceServerClient
+
+    tokens, hidden = 128, 7168
+    case = make_tokens(tokens, 1, hidden=hidden)
+    body, size = InferenceServerClient.generate_request_body(inputs_of(*case))
+    body, headers = bytes(body), {"Inference-Header-Content-Length": str(size)}
+    argv = [sys.executable, __file__, "--echo-server"]
+    echo = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(echo.stdout.readline())
+        with Served("--heartbeat", "2", shape=COST_SHAPE) as served:
+            served.wait_ready()
+            to_echo = http.client.HTTPConnection("127.0.0.1", port)
+            to_service = http.client.HTTPConnection("127.0.0.1", served.port)
+            echoed, total, kernel, queue, host = [], [], [], [], []
+            for turn in range(requests + 10):
+                took_echo, _, data = post(to_echo, "/echo", body, {})
+                assert data == body
+                took, fields, data = post(to_service, "/v2/models/moe/infer", body, headers)
+                head = int(fields["inference-header-content-length"])
+                times = json.loads(data[:head])["parameters"]
+                assert len(data) - head == tokens * hidden * 2
+                if turn < 10:
+                    continue
+                echoed.append(took_echo)
+                total.append(took)
+                kernel.append(times["kernel_us"] * 1e-6)
+                queue.append(times["queue_us"] * 1e-6)
+                host.append(times["host_us"] * 1e-6)
+    finally:
+        echo.kill()
+        echo.wait()
+    own = [t - k for t, k in zip(total, kernel, strict=True)]
+
+    def ms(values: list[float]) -> float:
+        return round(statistics.median(values) * 1e3, 3)
+
+    return {
+        "name": "cost",
+        "shape": COST_SHAPE,
+        "tokens": tokens,
+        "body_bytes": len(body),
+        "requests": requests,
+        "echo_ms": ms(echoed),
+        "service_less_kernel_ms": ms(own),
+        "ratio": round(statistics.median(own) / statistics.median(echoed), 3),
+        "ratio_of_minima": round(min(own) / min(echoed), 3),
+        "kernel_ms": ms(kernel),
+        "queue_ms": ms(queue),
+        "host_ms": ms(host),
+    }
+
+
+def meta() -> dict:
+    import torch
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    model = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "commit": commit,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": model[0] if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average_1min": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "notes": "clients, HTTP process and ranks share the cores; power and clocks cannot be read",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
+    parser.add_argument("--only", choices=["load", "kill", "cost"])
+    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--echo-server", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.echo_server:
+        echo_server()
+        return 0
+    result = {"meta": meta(), "rows": []}
+    if args.only and RESULT.exists():
+        # One figure anew, the others as they are.
+        old = json.loads(RESULT.read_text())["rows"]
+        result["rows"] = [row for row in old if row["name"] != args.only]
+    makers = {
+        "load": lambda: load_row("load", args.clients, args.seconds, kill=False),
+        "kill": lambda: load_row("kill", args.clients, args.seconds, kill=True),
+        "cost": lambda: cost_row(args.requests),
+    }
+    for name, make in makers.items():
+        if args.only in (None, name):
+            row = make()
+            print(json.dumps(row, indent=1))
+            result["rows"].append(row)
+    result["rows"].sort(key=lambda row: list(makers).index(row["name"]))
+    if not args.no_write:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row.get("wrong_or_lost") for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
