@@ -190,16 +190,17 @@ def sustained(call, seconds):
 class Ours:
     """Staging kernel and the fused kernel."""
 
-    def __init__(self, spec, weights, max_tokens, options):
+    def __init__(self, spec, weights, max_tokens, setting):
+        block_m, b1, b2, wave, lag = (int(v) for v in setting.split(":"))
         rendezvous = GroupRendezvous()
         config = EpConfig(
             num_ranks=rendezvous.num_ranks,
             max_tokens=max_tokens,
-            block_m=128,
-            ring_l1_blocks=options.ring,
-            ring_l2_blocks=options.ring,
-            wave_blocks=options.wave,
-            l2_lag_blocks=options.lag,
+            block_m=block_m,
+            ring_l1_blocks=b1,
+            ring_l2_blocks=b2,
+            wave_blocks=wave,
+            l2_lag_blocks=lag,
             timeout_s=5.0,
         )
         self.config = cuda_config(spec, config)
@@ -412,6 +413,8 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
     ours.session.check()
     total = statistics.median(t)
     row["total_us"], row["p99_us"] = round(total, 1), round(t[-1], 1)
+    if options.trace:
+        show_trace(ours)
     row["stage_us"] = round(statistics.median(timed(ours.stage, 7)), 1)
     row["fraction_of_floor"] = round(floor / total, 3)
     row["tflops"] = round(6 * tokens * spec.topk * spec.hidden * spec.inter / total / 1e6, 1)
@@ -419,9 +422,10 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
     row["nvlink_gbs"] = round(link / total / 1e3, 1)
     for name in ("peer", "unfused"):
         if name not in contenders:
-            row["reasons"][f"{name}_us"] = "not run: --only-ours"
+            row["reasons"][f"{name}_us"] = "not run"
             continue
         other = contenders[name]
+        started = time.monotonic()
         try:
             other.prepare(x8, sx, ids, weight)
             y = other()
@@ -436,6 +440,7 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
                 other.done()
         except Exception as e:  # noqa: BLE001 - a contender that cannot run is a row's reason
             row["reasons"][f"{name}_us"] = f"{type(e).__name__}: {str(e)[:200]}"
+        say(f"  {name}: {time.monotonic() - started:.1f} s")
     if options.sustain:
         s = sustained(ours, options.sustain)
         row["sustained_us"] = round(s["us"], 1)
@@ -446,11 +451,33 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
     return row
 
 
+TRACE = (
+    *("start", "listed", "counts", "first", "tiles", "combined", "pulled", "end"),
+    *("stage_x", "stage_w", "math", "epi1", "epi2", "cycles", "n1", "n2"),
+    *("grid_barrier", "counts_flag", "l1_full", "l1_empty", "l2_full", "l2_empty", "token", "host"),
+)
+
+
+def show_trace(ours):
+    """Stamps in µs after the first CTA's start, waits in µs: min / median / max."""
+    ours()
+    t = ours.session.trace().double()
+    start = t[:, 0].min()
+    mhz = (t[:, TRACE.index("cycles")] / (t[:, 7] - t[:, 0])).median().item() * 1e3
+    words = [f"{mhz:.0f} MHz"]
+    for i, name in enumerate(TRACE):
+        v = t[:, i]
+        v = (v - start) / 1e3 if i < 8 else v if name in ("n1", "n2") else v / mhz
+        words.append(f"{name} {v.min():.0f}/{v.median():.0f}/{v.max():.0f}")
+    say("trace:", "; ".join(words))
+
+
 def show(row):
     none = float("nan")
     g = lambda k: row.get(k, none)  # noqa: E731
     say(
-        f"| {row['model']} {row['routing']} T={row['tokens']} x{row['max_over_mean']} | ours "
+        f"| {row['model']} {row['routing']} T={row['tokens']} x{row['max_over_mean']} "
+        f"{row['config']} | ours "
         f"{g('total_us')} (stage {g('stage_us')}) p99 {g('p99_us')} | floor {row['floor_us']} = "
         f"{g('fraction_of_floor')} | peer {g('peer_us')} = {g('peer_us') / g('total_us'):.2f}x | "
         f"unfused {g('unfused_us')} gemms {g('gemms_us')} | sust {g('sustained_us')} "
@@ -466,12 +493,15 @@ def main():
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--calls", type=int, default=15)
     parser.add_argument("--sustain", type=float, default=0.0)
-    parser.add_argument("--ring", type=int, default=0)
-    parser.add_argument("--wave", type=int, default=0)
-    parser.add_argument("--lag", type=int, default=0)
+    parser.add_argument(
+        "--configs", default="128:0:0:0:0", help="block_m:B1:B2:wave:lag,…; 0 chooses"
+    )
     parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="phases inside the kernel")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.trace:
+        os.environ["MEGAMOE_TRACE"] = "1"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -490,12 +520,14 @@ def main():
                 except Exception as e:  # noqa: BLE001
                     say(f"{name}: {type(e).__name__}: {str(e)[:300]}")
         for t in tokens:
-            contenders["ours"] = Ours(spec, weights, max(t, 128), options)
-            for routing in options.routing.split(","):
-                rows.append(bench_row(model, spec, routing, t, contenders, options, weights))
-                show(rows[-1])
-            contenders["ours"].session.close()
-            torch.cuda.empty_cache()
+            for setting in options.configs.split(","):
+                contenders["ours"] = Ours(spec, weights, max(t, 128), setting)
+                for routing in options.routing.split(","):
+                    rows.append(bench_row(model, spec, routing, t, contenders, options, weights))
+                    rows[-1]["config"] = setting
+                    show(rows[-1])
+                contenders["ours"].session.close()
+                torch.cuda.empty_cache()
         del weights, contenders
         torch.cuda.empty_cache()
     if rank == 0 and options.output:

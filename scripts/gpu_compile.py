@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from megamoe.backends.cuda import compile_moe
 from megamoe.spec import MODELS, MoESpec, WeightDtype
 
+Shape = tuple[int, int, WeightDtype, bool]
 SHAPES: list[tuple[int, int, WeightDtype]] = [
     (256, 128, "fp8"),
     (512, 384, "fp8"),
@@ -18,11 +19,11 @@ SHAPES: list[tuple[int, int, WeightDtype]] = [
 ]
 
 
-def compile_one(shape: tuple[int, int, WeightDtype]) -> str:
-    hidden, inter, dtype = shape
+def compile_one(shape: Shape) -> str:
+    hidden, inter, dtype, trace = shape
     start = time.monotonic()
     spec = MoESpec(hidden=hidden, inter=inter, num_experts=8, topk=1, weight_dtype=dtype)
-    cubin = compile_moe(spec)
+    cubin = compile_moe(spec, trace=trace)
     kernel = cubin.resources()["megamoe_moe"]
     return (
         f"{shape}: {time.monotonic() - start:.0f} s, {kernel.registers} registers, spills "
@@ -31,11 +32,12 @@ def compile_one(shape: tuple[int, int, WeightDtype]) -> str:
 
 
 def main() -> None:
-    shapes = list(SHAPES)
+    shapes: list[Shape] = [(*shape, False) for shape in SHAPES]
     for name in ("deepseek-v3", "v4-flash", "v4-pro"):
-        shapes.append((MODELS[name].hidden, MODELS[name].inter, "fp8"))
-    if sys.argv[1:]:
-        shapes = [shapes[int(i)] for i in sys.argv[1:]]
+        model = MODELS[name]
+        shapes.append((model.hidden, model.inter, "fp8", False))
+        if "--trace" in sys.argv and name != "v4-pro":
+            shapes.append((model.hidden, model.inter, "fp8", True))
     with ProcessPoolExecutor(len(shapes)) as pool:
         for line in pool.map(compile_one, shapes):
             print(line, flush=True)

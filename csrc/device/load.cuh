@@ -1,5 +1,5 @@
-// Loads of what other CTAs store during the kernel: past L1, and never moved above a wait, which the
-// compiler may do with __ldcg and with plain loads through const __restrict__ pointers.
+// Loads of what other CTAs store during the kernel: past L1, and never moved above a wait, which
+// the compiler may do with __ldcg and with plain loads through const __restrict__ pointers.
 #pragma once
 
 #include "device/ptx.cuh"

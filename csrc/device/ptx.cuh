@@ -62,6 +62,9 @@ MEGAMOE_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, 
         "l"(global), "r"(bytes), "r"(shared_address(&bar))
         : "memory");
 }
+MEGAMOE_DEVICE void bulk_prefetch(const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
 MEGAMOE_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared_address(shared)), "r"(bytes)

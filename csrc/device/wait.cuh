@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device/ptx.cuh"
+#include "device/trace.cuh"
 #include "megamoe/fault.hpp"
 #include "megamoe/layout.hpp"
 #include "megamoe/protocol.hpp"
@@ -23,6 +24,7 @@ struct CallState {
     uint32_t num_blocks;
     uint32_t want, have;  // with kStopHere: what was waited for
     Wait what;
+    Trace trace;
 };
 inline constexpr uint32_t kStopPeer = 1, kStopHere = 2;
 
@@ -95,6 +97,7 @@ MEGAMOE_DEVICE bool wait_word(const Params& p, CallState& call, const uint32_t* 
     };
     uint32_t have = look();
     if (done(have)) return true;
+    TraceSpan span(call.trace, TraceSlot(kTraceTag + uint32_t(what.tag)));
     const uint64_t start = ptx::now_ns();
     for (uint32_t spin = 1;; ++spin) {
         have = look();

@@ -19,13 +19,14 @@ MEGAMOE_DEVICE void pin(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// A shared-memory operand: K-major rows of 128 bytes, 128-byte swizzle. The low word holds the
-// address and is what loops step; `stride` bytes lie from one group of 8 rows to the next.
+// A shared-memory operand: K-major rows of 128 bytes, 128-byte swizzle. This is the low word of its
+// descriptor, with the address; the high word is a constant of `stride`, the bytes from one group
+// of 8 rows to the next.
 MEGAMOE_HD constexpr uint32_t operand(uint32_t shared_address) {
     return ((shared_address & 0x3FFFF) >> 4) | (1u << 16);
 }
-MEGAMOE_HD constexpr uint64_t descriptor(uint32_t operand, uint32_t stride) {
-    return (uint64_t((stride >> 4) | (1u << 30)) << 32) | operand;
+MEGAMOE_HD constexpr uint32_t descriptor_high(uint32_t stride) {
+    return (stride >> 4) | (1u << 30);
 }
 // One step of 32 bytes of K, in descriptor units.
 inline constexpr uint32_t kStepK = 2;
@@ -65,34 +66,39 @@ inline constexpr uint32_t kStepK = 2;
 #define MEGAMOE_TEXT_128 MEGAMOE_TEXT_96 MEGAMOE_T12 MEGAMOE_T13 MEGAMOE_T14 MEGAMOE_T15
 #define MEGAMOE_REGS_128 MEGAMOE_REGS_96, MEGAMOE_D(12), MEGAMOE_D(13), MEGAMOE_D(14), MEGAMOE_D(15)
 
-// accumulate 0 overwrites d. kFp8: e4m3 operands, else BF16 (16 elements of K a step).
+// accumulate 0 overwrites d. kFp8: e4m3 operands, else BF16 (16 elements of K a step). Descriptors
+// are put together inside, so that the compiler keeps no register pairs for them.
 template <int N, bool kFp8>
 struct Mma;
 
-#define MEGAMOE_MMA(N, FP8, TYPES, TAIL, A, B, P)                                           \
+#define MEGAMOE_MMA(N, FP8, TYPES, TAIL, A, B, HA, HB, P)                                   \
     template <>                                                                             \
     struct Mma<N, FP8> {                                                                    \
-        MEGAMOE_DEVICE static void run(float (&d)[N / 2], uint64_t a, uint64_t b,           \
+        template <uint32_t kStrideA, uint32_t kStrideB>                                     \
+        MEGAMOE_DEVICE static void run(float (&d)[N / 2], uint32_t a, uint32_t b,           \
                                        int accumulate) {                                    \
-            asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P                              \
+            asm volatile("{ .reg .pred p; .reg .b64 da, db; setp.ne.b32 p, %" #P            \
                          ", 0;\n"                                                           \
+                         "mov.b64 da, {%" #A ", %" #HA "}; mov.b64 db, {%" #B ", %" #HB     \
+                         "};\n"                                                             \
                          "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" MEGAMOE_TEXT_##N \
-                         "}, %" #A ", %" #B ", p, " TAIL "; }\n"                            \
+                         "}, da, db, p, " TAIL "; }\n"                                      \
                          : MEGAMOE_REGS_##N                                                 \
-                         : "l"(a), "l"(b), "r"(accumulate));                                \
+                         : "r"(a), "r"(b), "n"(descriptor_high(kStrideA)),                  \
+                           "n"(descriptor_high(kStrideB)), "r"(accumulate));                \
         }                                                                                   \
     };
-#define MEGAMOE_MMA_BOTH(N, A, B, P)                           \
-    MEGAMOE_MMA(N, true, "k32.f32.e4m3.e4m3", "1, 1", A, B, P) \
-    MEGAMOE_MMA(N, false, "k16.f32.bf16.bf16", "1, 1, 0, 0", A, B, P)
-MEGAMOE_MMA_BOTH(8, 4, 5, 6)
-MEGAMOE_MMA_BOTH(16, 8, 9, 10)
-MEGAMOE_MMA_BOTH(32, 16, 17, 18)
-MEGAMOE_MMA_BOTH(48, 24, 25, 26)
-MEGAMOE_MMA_BOTH(64, 32, 33, 34)
-MEGAMOE_MMA_BOTH(80, 40, 41, 42)
-MEGAMOE_MMA_BOTH(96, 48, 49, 50)
-MEGAMOE_MMA_BOTH(128, 64, 65, 66)
+#define MEGAMOE_MMA_BOTH(N, A, B, HA, HB, P)                           \
+    MEGAMOE_MMA(N, true, "k32.f32.e4m3.e4m3", "1, 1", A, B, HA, HB, P) \
+    MEGAMOE_MMA(N, false, "k16.f32.bf16.bf16", "1, 1, 0, 0", A, B, HA, HB, P)
+MEGAMOE_MMA_BOTH(8, 4, 5, 6, 7, 8)
+MEGAMOE_MMA_BOTH(16, 8, 9, 10, 11, 12)
+MEGAMOE_MMA_BOTH(32, 16, 17, 18, 19, 20)
+MEGAMOE_MMA_BOTH(48, 24, 25, 26, 27, 28)
+MEGAMOE_MMA_BOTH(64, 32, 33, 34, 35, 36)
+MEGAMOE_MMA_BOTH(80, 40, 41, 42, 43, 44)
+MEGAMOE_MMA_BOTH(96, 48, 49, 50, 51, 52)
+MEGAMOE_MMA_BOTH(128, 64, 65, 66, 67, 68)
 #undef MEGAMOE_MMA_BOTH
 #undef MEGAMOE_MMA
 

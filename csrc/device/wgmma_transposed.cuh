@@ -14,23 +14,22 @@ inline constexpr uint32_t kStepKTransposed = 128;
 template <int N>
 struct MmaTransposed;
 
-#define MEGAMOE_MMA_TRANSPOSED(N, A, B, HA, HB, P)                                      \
-    template <>                                                                         \
-    struct MmaTransposed<N> {                                                           \
-        template <uint32_t kStrideA, uint32_t kStrideB>                                 \
-        MEGAMOE_DEVICE static void run(float (&d)[N / 2], uint32_t a, uint32_t b,       \
-                                       int accumulate) {                                \
-            asm volatile("{ .reg .pred p; .reg .b64 da, db; setp.ne.b32 p, %" #P        \
-                         ", 0;\n"                                                       \
-                         "mov.b64 da, {%" #A ", %" #HA "}; mov.b64 db, {%" #B ", %" #HB \
-                         "};\n"                                                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N                         \
-                         "k16.f32.bf16.bf16 {" MEGAMOE_TEXT_##N                         \
-                         "}, da, db, p, 1, 1, 1, 0; }\n"                                \
-                         : MEGAMOE_REGS_##N                                             \
-                         : "r"(a), "r"(b), "n"(descriptor_high(kStrideA)),              \
-                           "n"(descriptor_high(kStrideB)), "r"(accumulate));            \
-        }                                                                               \
+#define MEGAMOE_MMA_TRANSPOSED(N, A, B, HA, HB, P)                                              \
+    template <>                                                                                 \
+    struct MmaTransposed<N> {                                                                   \
+        template <uint32_t kStrideA, uint32_t kStrideB>                                         \
+        MEGAMOE_DEVICE static void run(float (&d)[N / 2], uint32_t a, uint32_t b,               \
+                                       int accumulate) {                                        \
+            asm volatile("{ .reg .pred p; .reg .b64 da, db; setp.ne.b32 p, %" #P                \
+                         ", 0;\n"                                                               \
+                         "mov.b64 da, {%" #A ", %" #HA "}; mov.b64 db, {%" #B ", %" #HB         \
+                         "};\n"                                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N                                 \
+                         "k16.f32.bf16.bf16 {" MEGAMOE_TEXT_##N "}, da, db, p, 1, 1, 1, 0; }\n" \
+                         : MEGAMOE_REGS_##N                                                     \
+                         : "r"(a), "r"(b), "n"(descriptor_high(kStrideA)),                      \
+                           "n"(descriptor_high(kStrideB)), "r"(accumulate));                    \
+        }                                                                                       \
     };
 MEGAMOE_MMA_TRANSPOSED(8, 4, 5, 6, 7, 8)
 MEGAMOE_MMA_TRANSPOSED(16, 8, 9, 10, 11, 12)

@@ -7,67 +7,97 @@ namespace megamoe::moe {
 
 // Routes are listed without atomics and without a barrier between counting and writing: each CTA
 // has some experts to itself, and reads all ids for them. Position in the owner's list = routes to
-// the owner's earlier experts + earlier routes to this one.
-//
-// Each warp has a contiguous part of the ids.
+// the owner's earlier experts + earlier routes to this one. Each warp has a contiguous part of the
+// ids, kBatch experts are looked for at once, and kAhead loads are in flight.
 class RouteLister {
   public:
     MEGAMOE_DEVICE RouteLister(const MoEParams& p, SharedStorage& s)
-        : p_(p), s_(s), num_ids_(p.num_tokens * p.shape.topk) {}
+        : p_(p), s_(s), num_ids_(p.num_tokens * p.shape.topk) {
+        const uint32_t part = ceil_div(ceil_div(num_ids_, 32 * kAhead), kWarps) * 32 * kAhead;
+        begin_ = threadIdx.x / 32 * part;
+        end_ = min(begin_ + part, num_ids_);
+    }
 
     MEGAMOE_DEVICE void run() {
-        for (uint32_t e = blockIdx.x; e < p_.shape.num_experts; e += gridDim.x) list(e);
+        for (uint32_t e = blockIdx.x; e < p_.shape.num_experts; e += kBatch * gridDim.x) list(e);
     }
 
   private:
-    static constexpr uint32_t kWarps = kThreads / 32;
+    static constexpr uint32_t kWarps = kThreads / 32, kBatch = 2, kAhead = 8;
 
-    MEGAMOE_DEVICE void list(uint32_t expert) {
+    // Experts first, first + gridDim.x, …
+    MEGAMOE_DEVICE void list(uint32_t first) {
         const uint32_t per_rank = p_.shape.local_experts();
-        const uint32_t owner = expert / per_rank;
-        const int32_t first = int32_t(owner * per_rank), wanted = int32_t(expert);
         const uint32_t warp = threadIdx.x / 32, lane = ptx::lane();
-        const uint32_t part = ceil_div(ceil_div(num_ids_, 32), kWarps) * 32;
-        const uint32_t begin = warp * part, end = min(begin + part, num_ids_);
-
-        uint32_t earlier = 0, mine = 0;  // routes to earlier experts of the owner; to this one
-#pragma unroll 8
-        for (uint32_t i = begin + lane; i < end; i += 32) {
-            const int32_t id = __ldg(p_.topk_idx + i);
-            earlier += id >= first && id < wanted;
-            mine += id == wanted;
+        int32_t wanted[kBatch], owned[kBatch];  // the expert, and its owner's first
+        uint32_t earlier[kBatch] = {}, mine[kBatch] = {};
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+            wanted[b] = int32_t(first + b * gridDim.x);
+            owned[b] = wanted[b] / int32_t(per_rank) * int32_t(per_rank);
         }
-        earlier = __reduce_add_sync(~0u, earlier);
-        mine = __reduce_add_sync(~0u, mine);
-        if (lane == 0) {
-            s_.scan[0][warp] = earlier;
-            s_.scan[1][warp] = mine;
+        for (uint32_t i = begin_; i < end_; i += 32 * kAhead) {
+            int32_t id[kAhead];
+            load(id, i);
+#pragma unroll
+            for (uint32_t u = 0; u < kAhead; ++u)
+#pragma unroll
+                for (uint32_t b = 0; b < kBatch; ++b) {
+                    earlier[b] += id[u] >= owned[b] && id[u] < wanted[b];
+                    mine[b] += id[u] == wanted[b];
+                }
+        }
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+            earlier[b] = __reduce_add_sync(~0u, earlier[b]);
+            mine[b] = __reduce_add_sync(~0u, mine[b]);
+            if (lane == 0) s_.scan[b][warp] = {earlier[b], mine[b]};
         }
         __syncthreads();
-        uint32_t at = 0, count = 0;
-        for (uint32_t w = 0; w < kWarps; ++w) {
-            at += s_.scan[0][w] + (w < warp ? s_.scan[1][w] : 0);
-            count += s_.scan[1][w];
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+            if (uint32_t(wanted[b]) >= p_.shape.num_experts) continue;
+            uint32_t at = 0, count = 0;
+            for (uint32_t w = 0; w < kWarps; ++w) {
+                const uint2 v = s_.scan[b][w];
+                at += v.x + (w < warp ? v.y : 0);
+                count += v.y;
+            }
+            write(uint32_t(wanted[b]), at, count, mine[b]);
         }
-        __syncthreads();
-
-        const uint32_t parity = s_.call.epoch & 1;
+        __syncthreads();  // before the next batch's sums
+    }
+    // The count, by one thread, and this warp's `mine` entries from position `at` on.
+    MEGAMOE_DEVICE void write(uint32_t expert, uint32_t at, uint32_t count, uint32_t mine) {
+        const uint32_t owner = expert / p_.shape.local_experts(), parity = s_.call.epoch & 1;
         if (threadIdx.x == 0)
-            p_.recv_count(owner, parity, p_.rank)[expert - owner * per_rank] = count;
-        if (mine == 0) return;
+            p_.recv_count(owner, parity, p_.rank)[expert % p_.shape.local_experts()] = count;
         uint32_t* list = p_.route(owner, parity, p_.rank);
-#pragma unroll 4
-        for (uint32_t i = begin; i < end; i += 32) {
-            const bool hit = i + lane < end && __ldg(p_.topk_idx + i + lane) == wanted;
-            const uint32_t hits = __ballot_sync(~0u, hit);
-            if (hit) list[at + __popc(hits & ((1u << lane) - 1))] = i + lane;
-            at += __popc(hits);
+        const uint32_t last = at + mine;
+        for (uint32_t i = begin_; at < last; i += 32 * kAhead) {
+            int32_t id[kAhead];
+            load(id, i);
+#pragma unroll
+            for (uint32_t u = 0; u < kAhead; ++u) {
+                const bool hit = id[u] == int32_t(expert);
+                const uint32_t hits = __ballot_sync(~0u, hit);
+                if (hit)
+                    list[at + __popc(hits & ((1u << ptx::lane()) - 1))] = i + u * 32 + ptx::lane();
+                at += __popc(hits);
+            }
+        }
+    }
+    MEGAMOE_DEVICE void load(int32_t (&id)[kAhead], uint32_t first) {
+#pragma unroll
+        for (uint32_t u = 0; u < kAhead; ++u) {
+            const uint32_t i = first + u * 32 + ptx::lane();
+            id[u] = i < end_ ? __ldg(p_.topk_idx + i) : -1;
         }
     }
 
     const MoEParams& p_;
     SharedStorage& s_;
-    uint32_t num_ids_;
+    uint32_t num_ids_, begin_, end_;
 };
 
 // The CTA that is last to have written its lists raises this rank's flag at every peer. Hand-offs 2

@@ -12,6 +12,11 @@ MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
     return rows <= 8 ? 0 : rows <= 96 ? ceil_div(rows, 16) : kNumBoxes - 1;
 }
 
+MEGAMOE_DEVICE bool wait_stage(SharedStorage& s, const Cursor<kStages>& at, TraceSlot slot) {
+    TraceSpan span(s.call.trace, slot);
+    return wait(s.stage_empty[at.slot], at.phase, s.call) && !stopped(s.call);
+}
+
 // One thread.
 MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w1);
@@ -61,11 +66,19 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         const TensorMap& map = linear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
         int32_t y = int32_t(index * num_blocks * kTileN);
+        // The first of the CTAs that share a weight tile brings it from memory into L2.
+        const bool prefetch = task.box == kNumBoxes - 1 &&
+                              tile.first_row / p.shape.block_m % p.shape.wave_blocks == 0;
+        const uint8_t* tiles =
+            (linear1 ? p.w1_tiles : p.w2_tiles) + index * num_blocks * (kTileN * kBlockBytes);
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
-            if (!wait(s.stage_empty[at.slot], at.phase, s.call) || stopped(s.call)) break;
+            if (!wait_stage(s, at, kTraceStageW)) break;
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot]);
+            if (kPrefetchBlocks && prefetch && kb + kPrefetchBlocks < num_blocks)
+                ptx::bulk_prefetch(tiles + uint64_t(kb + kPrefetchBlocks) * (kTileN * kBlockBytes),
+                                   kTileN * kBlockBytes);
             ++fills;
             at.advance();
         }
@@ -112,7 +125,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
                              uint64_t(ring_slot) * groups * block_m;
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb) {
-            if (!wait(s.stage_empty[at.slot], at.phase, s.call) || stopped(s.call)) {
+            if (!wait_stage(s, at, kTraceStageX)) {
                 ok = false;
                 break;
             }

@@ -53,7 +53,8 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
     __syncwarp();
     s.math[warp].amax_turn = next;
     if constexpr (kFp8) {
-        for (uint32_t i = threadIdx.x; i < N; i += kMathThreads) s.amax[next][i] = 0;
+        // All of it: the next tile may have more tokens than this one.
+        for (uint32_t i = threadIdx.x; i < kMaxBlockM; i += kMathThreads) s.amax[next][i] = 0;
     }
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {

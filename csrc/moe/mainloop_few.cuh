@@ -38,9 +38,8 @@ MEGAMOE_DEVICE void mainloop_few(float (&acc)[2][N / 2], SharedStorage& s,
         wgmma::fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            wgmma::Mma<N, kFp8>::run(d, wgmma::descriptor(a + k * wgmma::kStepK, 2048),
-                                     wgmma::descriptor(b + k * wgmma::kStepK, 1024),
-                                     accumulate || k > 0);
+            wgmma::Mma<N, kFp8>::template run<2048, 1024>(
+                d, a + k * wgmma::kStepK, b + k * wgmma::kStepK, accumulate || k > 0);
         wgmma::commit();
     };
     auto promote = [&](float (&sum)[N / 2], float (&d)[N / 2], uint32_t stage, float w) {
@@ -74,7 +73,10 @@ MEGAMOE_DEVICE void mainloop_few(float (&acc)[2][N / 2], SharedStorage& s,
             w1 = linear1 ? w.y : w0;
         }
         const uint32_t first = at.slot;
-        wait_or_stop(s.stage_full[first], at.phase, s.call);
+        {
+            TraceSpan span(s.call.trace, kTraceMath, threadIdx.x == 0);
+            wait_or_stop(s.stage_full[first], at.phase, s.call);
+        }
         issue(part[0], first, 0, false);
         issue(part[1], first, 1, false);
         if constexpr (!kFp8) {

@@ -103,6 +103,7 @@ class MainloopMany {
             const float scale[2][2] = {{__fmul_rn(row0_, even), __fmul_rn(row0_, odd)},
                                        {__fmul_rn(row1_, even), __fmul_rn(row1_, odd)}};
             if (c == 1 && more) {
+                TraceSpan span(s_.call.trace, kTraceMath, threadIdx.x == 0);
                 wait_or_stop(s_.stage_full[next], next_phase, s_.call);
                 load_scales(next, next_kb);
             }
@@ -115,6 +116,7 @@ class MainloopMany {
 #pragma unroll
             for (int i = 0; i < kChunkN / 2; ++i)
                 acc[c][i] = fmaf(part[i], scale[i / 2 % 2][i / 4 % 2], acc[c][i]);
+            wgmma::pin(acc[c]);  // done before the next chunk's wgmmas want the registers
         }
     }
     MEGAMOE_DEVICE void issue(float (&part)[kChunkN / 2], int c, uint32_t stage, bool accumulate) {
@@ -123,9 +125,8 @@ class MainloopMany {
         const uint32_t b = kWeights + (stage * kTileN + c * kChunkN) * (kBlockBytes / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            wgmma::Mma<kChunkN, kFp8>::run(part, wgmma::descriptor(a + k * wgmma::kStepK, 1024),
-                                           wgmma::descriptor(b + k * wgmma::kStepK, 1024),
-                                           accumulate || k > 0);
+            wgmma::Mma<kChunkN, kFp8>::template run<1024, 1024>(
+                part, a + k * wgmma::kStepK, b + k * wgmma::kStepK, accumulate || k > 0);
     }
     MEGAMOE_DEVICE void release(uint32_t stage) {
         if (ptx::lane() == 0) ptx::arrive(s_.stage_empty[stage]);

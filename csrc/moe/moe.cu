@@ -9,5 +9,6 @@ __constant__ unsigned megamoe_moe_param_bytes = sizeof(megamoe::moe::MoEParams);
 __constant__ unsigned megamoe_moe_threads = megamoe::moe::kThreads;
 __constant__ unsigned megamoe_abort_offset = offsetof(megamoe::Control, abort);
 __constant__ unsigned megamoe_epoch_offset = offsetof(megamoe::Control, epoch);
+__constant__ unsigned megamoe_trace_slots = megamoe::kNumTraceSlots;
 __constant__ unsigned megamoe_stage_param_bytes = sizeof(megamoe::moe::StageParams);
 }

@@ -49,7 +49,10 @@ class Puller {
             }
         }
         if (go && jobs) copy(jobs);
-        if (ptx::lane() == 0) s_.call.num_blocks = walk.blocks_so_far();
+        if (ptx::lane() == 0) {
+            s_.call.num_blocks = walk.blocks_so_far();
+            s_.call.trace.stamp(kTracePulled);
+        }
     }
 
   private:

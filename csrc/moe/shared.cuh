@@ -6,6 +6,11 @@
 
 namespace megamoe::moe {
 
+#ifndef MEGAMOE_PREFETCH
+#define MEGAMOE_PREFETCH 8
+#endif
+// Blocks of K by which weights are brought into L2 ahead of their load; 0: not.
+inline constexpr uint32_t kPrefetchBlocks = MEGAMOE_PREFETCH;
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kTaskSlots = 3;
 inline constexpr uint32_t kMathThreads = 256, kMathWarps = 8;
@@ -77,7 +82,7 @@ struct SharedStorage {
     MathState math[kMathWarps];
     uint32_t count[kMaxExperts], begin[kMaxExperts];  // [R][E_l]: rows, position in the route list
     uint32_t rows[kMaxExperts + kMaxShared];          // of a local expert
-    uint32_t scan[2][32];
+    uint2 scan[2][kThreads / 32];
     Task task[kTaskSlots];
     PullJob job[kPullJobs];
     // Walks live here because the roles that use them have few registers.

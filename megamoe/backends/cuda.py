@@ -78,11 +78,14 @@ class _MoEParams(ctypes.Structure):
         ("timeout_ns", ctypes.c_uint64),
         ("topk_idx", ctypes.c_uint64),
         ("topk_weight", ctypes.c_uint64),
+        ("w1_tiles", ctypes.c_uint64),
+        ("w2_tiles", ctypes.c_uint64),
         ("w1_scale", ctypes.c_uint64),
         ("w2_scale", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("swiglu_clamp", ctypes.c_float),
         ("reserved", ctypes.c_uint32),
+        ("trace", ctypes.c_uint64),
         ("bases", ctypes.c_uint64 * _MAX_RANKS),
     )
 
@@ -100,13 +103,22 @@ class _StageParams(ctypes.Structure):
     )
 
 
-def compile_moe(spec: MoESpec) -> jit.Cubin:
-    """The kernels for a layer's matrix shape. Needs no GPU."""
+def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
+    """The kernels for a layer's matrix shape. Needs no GPU.
+
+    ``trace`` builds in time stamps (``csrc/device/trace.cuh``).
+    """
     defines = {
         "MEGAMOE_HIDDEN": spec.hidden,
         "MEGAMOE_INTER": spec.inter,
         "MEGAMOE_FP8": int(spec.weight_dtype == "fp8"),
     }
+    if trace:
+        defines["MEGAMOE_TRACE"] = 1
+    # For experiments: NAME=VALUE,… overrides a tuning constant of the sources.
+    for pair in filter(None, os.environ.get("MEGAMOE_DEFINES", "").split(",")):
+        name, _, value = pair.partition("=")
+        defines[name] = int(value)
     return jit.compile_cubin("moe/moe.cu", defines)
 
 
@@ -160,6 +172,7 @@ class CudaSession:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._spec, self._config = spec, cuda_config(spec, config)
         self._rank = rendezvous.rank
+        self._trace = bool(os.environ.get("MEGAMOE_TRACE"))
         units, sharing = self._choose_units(rendezvous)
         self._shape = native.make_shape(
             spec, self._config, num_units=units, num_pullers=units, l2_tile_n=TILE_N
@@ -193,6 +206,11 @@ class CudaSession:
             input=self._address("input"), input_scale=self._address("input_scale")
         )
         assert ctypes.sizeof(_StageParams) == cubin.constant("megamoe_stage_param_bytes")
+        self._trace_buffer: Tensor | None = None
+        if self._trace:
+            slots = cubin.constant("megamoe_trace_slots")
+            self._trace_buffer = torch.zeros((units, slots), dtype=torch.int64, device=self._device)
+            self._params.trace = self._trace_buffer.data_ptr()
         self._num_tokens = 0
         self._meetings = 0
         self._faulted: FaultRecord | None = None
@@ -227,11 +245,11 @@ class CudaSession:
         cubin: jit.Cubin | None = None
         if rendezvous.rank == 0:
             try:
-                cubin = compile_moe(self._spec)
+                cubin = compile_moe(self._spec, trace=self._trace)
             except MegaMoeError as e:
                 result = e
         agree(rendezvous, "compiling the kernel", result)
-        return cubin or compile_moe(self._spec)
+        return cubin or compile_moe(self._spec, trace=self._trace)
 
     def _provider(self, rendezvous: Rendezvous, name: str | None) -> SymmetricMemory:
         if not isinstance(rendezvous, GroupRendezvous):
@@ -279,6 +297,8 @@ class CudaSession:
         params = _MoEParams(
             rank=self._rank,
             timeout_ns=int(config.timeout_s * 1e9),
+            w1_tiles=self._w[0].data_ptr(),
+            w2_tiles=self._w[1].data_ptr(),
             w1_scale=self._w_scale[0].data_ptr(),
             w2_scale=self._w_scale[1].data_ptr(),
             swiglu_clamp=spec.swiglu_clamp or 0.0,
@@ -398,6 +418,13 @@ class CudaSession:
         raise BackendUnavailable(
             "this session runs one MoE layer; open a plan to run attention-pre"
         )
+
+    def trace(self) -> Tensor:
+        """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
+        torch.cuda.synchronize(self._device)
+        if self._trace_buffer is None:
+            raise MegaMoeError("set MEGAMOE_TRACE=1 before the layer is opened")
+        return self._trace_buffer.cpu()
 
     # ------------------------------------------------------------ the rest of the interface
 

@@ -1,0 +1,104 @@
+// Math: the eight warps that walk the task stream through tensor cores, then combine.
+//
+//   rows of the block   path                                  mainloop
+//   1..96               weights on the M side of wgmma        mainloop_few.cuh
+//   97..128             tokens on the M side                  mainloop_many.cuh
+//
+// Both give the same bits: the same order of K, of scales and of rounding.
+#pragma once
+
+#include "moe/combine.cuh"
+#include "moe/linear1.cuh"
+#include "moe/linear2.cuh"
+
+namespace megamoe::moe {
+
+// The same for all lanes, and known to be.
+MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
+MEGAMOE_DEVICE MathState& math_state(SharedStorage& s) {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew each time, not kept
+    return s.math[thread / 32];
+}
+MEGAMOE_DEVICE uint32_t task_slot(SharedStorage& s) {
+    return __shfl_sync(~0u, math_state(s).task.slot, 0);
+}
+MEGAMOE_DEVICE bool is_linear1(SharedStorage& s) {
+    return __shfl_sync(~0u, uint32_t(s.task[task_slot(s)].kind), 0) == uint32_t(TileKind::kLinear1);
+}
+
+// False if the rows' targets never come: the CTA gives up.
+MEGAMOE_DEVICE bool wait_targets(SharedStorage& s) {
+    const uint32_t phase = math_state(s).rows_phase;
+    __syncwarp();
+    math_state(s).rows_phase = phase ^ 1;
+    return wait(s.rows_ready, phase, s.call);
+}
+
+template <int N>
+MEGAMOE_DEVICE void few_rows(const MoEParams& p, SharedStorage& s) {
+    float acc[2][N / 2];
+    mainloop_few<N>(acc, s, math_state(s).stage, is_linear1(s), s.w_scale[task_slot(s)],
+                    warpgroup());
+    TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
+                   threadIdx.x == 0);
+    if (is_linear1(s))
+        linear1_few<N>(p, s, s.task[task_slot(s)], acc);
+    else if (wait_targets(s))
+        linear2_few<N>(s, s.task[task_slot(s)], acc);
+}
+
+MEGAMOE_DEVICE void many_rows(const MoEParams& p, SharedStorage& s) {
+    ManyAccumulators acc;
+    MainloopMany(s, is_linear1(s), s.w_scale[task_slot(s)], warpgroup())
+        .run(acc, math_state(s).stage);
+    TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
+                   threadIdx.x == 0);
+    if (is_linear1(s))
+        linear1_many(p, s.task[task_slot(s)], acc);
+    else if (wait_targets(s))
+        linear2_many(s, s.task[task_slot(s)], acc);
+}
+
+// Nothing but accumulators lives in registers across a mainloop: what is needed after it is read
+// again from shared memory.
+MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
+    while (true) {
+        const uint32_t phase = math_state(s).task.phase;
+        while (!ptx::try_wait(s.task_full[task_slot(s)], phase)) {
+        }
+        const Task& task = s.task[task_slot(s)];
+        if (__shfl_sync(~0u, uint32_t(task.kind), 0) == uint32_t(TileKind::kDone)) break;
+        switch (__shfl_sync(~0u, task.box, 0)) {
+#define MEGAMOE_FEW(i)               \
+    case i:                          \
+        few_rows<box_rows(i)>(p, s); \
+        break;
+            MEGAMOE_FEW(0)
+            MEGAMOE_FEW(1)
+            MEGAMOE_FEW(2)
+            MEGAMOE_FEW(3)
+            MEGAMOE_FEW(4)
+            MEGAMOE_FEW(5)
+            MEGAMOE_FEW(6)
+#undef MEGAMOE_FEW
+                default : many_rows(p, s);
+        }
+        if (threadIdx.x == 0)
+            s.call.trace.add(s.task[s.math[0].task.slot].kind == TileKind::kLinear1 ? kTraceTiles1
+                                                                                    : kTraceTiles2,
+                             1);
+        __syncwarp();
+        if (ptx::lane() == 0) {
+            ptx::arrive(s.task_empty[math_state(s).task.slot]);
+            ptx::arrive(s.tile_written);
+            math_state(s).task.advance();
+        }
+        __syncwarp();
+    }
+    if (threadIdx.x == 0) s.call.trace.stamp(kTraceTilesDone);
+    combine(p, s);
+    if (threadIdx.x == 0) s.call.trace.stamp(kTraceCombined);
+}
+
+}  // namespace megamoe::moe
