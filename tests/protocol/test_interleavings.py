@@ -1,0 +1,85 @@
+"""The explorer: all interleavings of the smallest group, random ones of larger groups.
+
+csrc/cpu/explore/world.hpp says what a step is and why cutting executions into steps loses none;
+docs/protocol.md says what this proves and what it does not.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import drivers
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    return drivers.build("", "explore_protocol") / "explore_protocol"
+
+
+def test_every_state_of_the_smallest_group(explorer, capsys):
+    """2 ranks, 2 experts, 1 unit, rings of one block, two calls on the same windows."""
+    (result,) = drivers.run(explorer, "exhaustive", 120, timeout=300)
+    with capsys.disabled():
+        print(
+            f"\nexhaustive: {result['states']} states, {result['transitions']} transitions, depth "
+            f"{result['depth']}, {result['routings_done']} of {result['routings']} routings, "
+            f"{result['seconds']} s"
+        )
+    assert "violation" not in result
+    assert result["complete"], "the time limit cut the search short"
+    assert result["states"] > 400_000
+
+
+def test_many_states_of_larger_groups(explorer, capsys):
+    results = drivers.run(explorer, "bounded", 16, timeout=300)
+    assert {result["case"] for result in results} == {"2r_1u", "2r_2u"}
+    for result in results:
+        with capsys.disabled():
+            whole = "all" if result["complete"] else "the first"
+            print(
+                f"\nbounded {result['case']}: {whole} {result['states']} states, depth "
+                f"{result['depth']}, {result['seconds']} s",
+                end="",
+            )
+        assert result["violation"] == ""
+        assert result["states"] > 10_000
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_schedules(explorer, seed):
+    """Random walks and priority schedules of 2 to 4 ranks, every output exact, no deadlock."""
+    (result,) = drivers.run(explorer, "random", 5, seed, timeout=300)
+    assert "violation" not in result
+    assert result["schedules"] >= 500
+    assert len(result["cases"]) == 7, "a case was never run"
+
+
+PLANTED = {
+    "count_flag_by_equality",
+    "l1_published_before_data",
+    "l2_published_before_data",
+    "dispatch_skips_counts_wait",
+    "l1_empty_not_awaited",
+    "l2_empty_not_awaited",
+    "l1_full_not_awaited",
+    "l2_full_not_awaited",
+    "second_grid_barrier_skipped",
+    "no_epoch_parity",
+    "linear2_ticket_before_its_linear1",
+    "ticket_order_ignores_l2_ring",
+    "combine_after_first_slot",
+    "token_arrived_not_reset",
+    "token_arrived_reset_after_next_flag",
+    "block_base_not_advanced",
+}
+
+
+def test_planted_bugs_are_found(explorer):
+    """Each by the search, by the search that also looks for races, and by random schedules."""
+    results = {r["bug"]: r for r in drivers.run(explorer, "bugs", timeout=500)}
+    assert set(results) == PLANTED
+    for name, result in results.items():
+        for way in ("search", "checked_search", "random"):
+            assert result[way], f"{name} is not found by {way}: {result}"
