@@ -62,12 +62,14 @@ struct AmxCore {
             config.row_bytes[tile] = kTileRowBytes;
             config.rows[tile] = static_cast<uint8_t>(tile < 6 && rows < 16 ? rows : 16);
         }
+        // GCC's intrinsic tells the compiler of 8 of the 64 bytes that the instruction reads.
+        asm volatile("" : : "r"(&config) : "memory");
         _tile_loadconfig(&config);
     }
 
     static void end() { _tile_release(); }
 
-    // 128 columns of `rows` rows to BF16 [rows, 128], zeros up to a multiple of 16 rows.
+    // 128 columns of `rows` rows to BF16 [rows, 128]; more than 16 are padded with zeros to a multiple.
     static void prepare_x(const uint8_t* src, size_t row_bytes, int rows, bool is_fp8,
                           Scratch& scratch) {
         auto* to = reinterpret_cast<uint8_t*>(scratch.x);
@@ -80,7 +82,9 @@ struct AmxCore {
                 store_bf16<V>(reinterpret_cast<uint16_t*>(to) + i, load_e4m3<V>(src + i));
             }
         }
-        std::memset(to, 0, static_cast<size_t>((16 - rows % 16) % 16) * kXRowBytes);
+        if (rows > kTileRows) {
+            std::memset(to, 0, static_cast<size_t>((16 - rows % 16) % 16) * kXRowBytes);
+        }
     }
 
     static void multiply(const uint8_t* w, int rows, bool is_fp8, Scratch& scratch, float* acc) {
