@@ -6,7 +6,7 @@ nothing behind it knows OIP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ __all__ = [
     "MoEResult",
     "Observers",
     "RequestExpired",
+    "Segments",
     "Span",
     "StepRecord",
     "TelemetrySample",
@@ -41,6 +42,40 @@ class EngineUnavailable(Exception):
 
 class RequestExpired(Exception):
     """The request's own time limit passed before its step began."""
+
+
+class Segments:
+    """Bytes as they came in, in pieces: large tensors are copied once, to where they are needed."""
+
+    __slots__ = ("nbytes", "parts")
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.parts = [memoryview(part) for part in parts]
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def slice(self, begin: int, end: int) -> Segments:
+        """Bytes ``begin`` to ``end``, without copying."""
+        found = []
+        at = 0
+        for part in self.parts:
+            low, high = max(begin - at, 0), min(end - at, part.nbytes)
+            if low < high:
+                found.append(part[low:high])
+            at += part.nbytes
+            if at >= end:
+                break
+        return Segments(found)
+
+    def join(self) -> memoryview:
+        """The bytes in one piece; copies unless they are."""
+        return self.parts[0] if len(self.parts) == 1 else memoryview(b"".join(self.parts))
+
+    def copy_to(self, target: memoryview) -> None:
+        """Writes the bytes to ``target``, which is as long."""
+        at = 0
+        for part in self.parts:
+            target[at : at + part.nbytes] = part
+            at += part.nbytes
 
 
 class LayerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +135,7 @@ class MoERequest:
     """
 
     num_tokens: int
-    hidden: memoryview
+    hidden: Segments
     scales: memoryview | None = None
     topk_ids: memoryview | None = None
     topk_weights: memoryview | None = None

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.config import ServiceConfig
+from service.engine import Segments
 from service.errors import ServiceError, busy, error_response
 
 __all__ = ["BodyGuard", "ByteBudget", "make_protocol", "read_body"]
@@ -174,7 +175,7 @@ class BodyGuard:
             body.release()
 
 
-async def read_body(request: Request, config: ServiceConfig) -> bytes:
+async def read_body(request: Request, config: ServiceConfig) -> Segments:
     """The whole body of a request, decompressed.
 
     Raises:
@@ -186,10 +187,11 @@ async def read_body(request: Request, config: ServiceConfig) -> bytes:
         raise ServiceError(
             415, f"Content-Encoding {encoding[:40]!r} is not supported: use gzip, deflate or none"
         )
-    body = b"".join([chunk async for chunk in request.stream()])
+    body = [chunk async for chunk in request.stream() if chunk]
     if encoding == "identity":
-        return body
-    return await asyncio.to_thread(_decompress, body, config.max_body_bytes)
+        return Segments(body)
+    packed = b"".join(body)
+    return Segments([await asyncio.to_thread(_decompress, packed, config.max_body_bytes)])
 
 
 def _decompress(body: bytes, limit: int) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.engine import LayerInfo, MoERequest, MoEResult
+from service.engine import LayerInfo, MoERequest, MoEResult, Segments
 from service.errors import ServiceError
 from service.oip.codec import Tensor
 from service.oip.schema import InferRequest, ModelMetadata, TensorMetadata
@@ -220,7 +220,7 @@ def parse(
     names = {output.name for output in request.outputs}
     return MoERequest(
         num_tokens=num_tokens,
-        hidden=hidden.data,
+        hidden=hidden.content,
         scales=None if scales is None else scales.data,
         topk_ids=ids_data,
         topk_weights=None if weights is None else weights.data,
@@ -233,21 +233,22 @@ def answer(name: str, request: MoERequest, result: MoEResult, layer: LayerInfo) 
     """One output of a finished request."""
     shape: tuple[int, ...] = (request.num_tokens, layer.topk)
     if name == "output":
-        data = result.output
-        return Tensor(name, "BF16", (request.num_tokens, layer.hidden), data)
+        rows = (request.num_tokens, layer.hidden)
+        return Tensor(name, "BF16", rows, Segments([result.output]))
     if name == "topk_ids":
-        return Tensor(name, "INT32", shape, _given(result.topk_ids, request.topk_ids))
+        return Tensor(name, "INT32", shape, Segments([_given(result.topk_ids, request.topk_ids)]))
     if name == "topk_weights":
-        return Tensor(name, "FP32", shape, _given(result.topk_weights, request.topk_weights))
+        weights = _given(result.topk_weights, request.topk_weights)
+        return Tensor(name, "FP32", shape, Segments([weights]))
     if name == "routing_counts":
         ids = np.frombuffer(_given(result.topk_ids, request.topk_ids), "<i4")
         counts = np.bincount(ids[ids >= 0], minlength=layer.num_experts).astype("<i8")
-        return Tensor(name, "INT64", (layer.num_experts,), memoryview(counts.tobytes()))
+        return Tensor(name, "INT64", (layer.num_experts,), Segments([counts.tobytes()]))
     if name == "ring_high_water":
         water = np.array(result.high_water, "<i4").reshape(-1, 2)
-        return Tensor(name, "INT32", water.shape, memoryview(water.tobytes()))
+        return Tensor(name, "INT32", water.shape, Segments([water.tobytes()]))
     times = np.array([result.queue_s, result.host_s, result.kernel_s], "<f8")
-    return Tensor(name, "FP64", (3,), memoryview(times.tobytes()))
+    return Tensor(name, "FP64", (3,), Segments([times.tobytes()]))
 
 
 def _given(chosen: bytes | None, sent: memoryview | None) -> memoryview:

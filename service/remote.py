@@ -241,8 +241,9 @@ class RemoteEngine:
 
     @staticmethod
     def _write(arena: Arena, layout: Layout, request: MoERequest) -> None:
+        end = layout.hidden + request.hidden.nbytes
+        request.hidden.copy_to(arena.view[layout.hidden : end])
         for offset, data in (
-            (layout.hidden, request.hidden),
             (layout.scales, request.scales),
             (layout.topk_ids, request.topk_ids),
             (layout.topk_weights, request.topk_weights),

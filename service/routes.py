@@ -337,7 +337,7 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
             """Kills, stops or continues a rank; exists only when started with the flag."""
             body = await read_body(request, config)
             try:
-                wanted = msgspec.json.decode(body, type=FaultBody)
+                wanted = msgspec.json.decode(body.join(), type=FaultBody)
                 engine.inject_fault(wanted.rank, wanted.action)
             except (msgspec.DecodeError, ValueError) as error:
                 raise ServiceError(400, str(error)) from None

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from service.engine import Segments
 from service.errors import ServiceError
 from service.oip.schema import InferRequest, InferResponse, RequestInput, ResponseOutput
 
@@ -38,12 +39,17 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class Tensor:
-    """A named tensor whose values are little-endian, row-major bytes."""
+    """A named tensor whose values are little-endian, row-major bytes, perhaps in pieces."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: memoryview
+    content: Segments
+
+    @property
+    def data(self) -> memoryview:
+        """The values in one piece."""
+        return self.content.join()
 
     def array(self) -> np.ndarray[Any, np.dtype[Any]]:
         """The values as a NumPy view; not for BF16."""
@@ -54,24 +60,26 @@ def _bad(message: str) -> ServiceError:
     return ServiceError(400, message)
 
 
-def split_body(body: bytes, header_length: str | None) -> int:
+def split_body(body_bytes: int, header_length: str | None) -> int:
     """Bytes of the JSON part.
 
     Raises:
         ServiceError: 400, the header is no number or out of range.
     """
     if header_length is None:
-        return len(body)
+        return body_bytes
     if not (header_length.isascii() and header_length.isdigit() and len(header_length) <= 18):
         raise _bad(f"{HEADER_LENGTH} = {header_length[:40]!r}: must be a decimal number of bytes")
     length = int(header_length)
-    if not 0 < length <= len(body):
-        raise _bad(f"{HEADER_LENGTH} = {length}: must be in 1..{len(body)}, the bytes of this body")
+    if not 0 < length <= body_bytes:
+        raise _bad(
+            f"{HEADER_LENGTH} = {length}: must be in 1..{body_bytes}, the bytes of this body"
+        )
     return length
 
 
 def decode_infer(
-    body: bytes, header_length: str | None, max_json_bytes: int
+    body: Segments, header_length: str | None, max_json_bytes: int
 ) -> tuple[InferRequest, dict[str, Tensor]]:
     """Parses the body of an inference request.
 
@@ -86,16 +94,15 @@ def decode_infer(
     Raises:
         ServiceError: 400 with what is wrong, or 413 for too much JSON.
     """
-    json_bytes = split_body(body, header_length)
+    json_bytes = split_body(body.nbytes, header_length)
     if json_bytes > max_json_bytes:
         raise ServiceError(
             413,
             f"the JSON part has {json_bytes} bytes, at most {max_json_bytes} are allowed: "
             "send tensors in binary",
         )
-    view = memoryview(body)
     try:
-        request = _REQUEST_DECODER.decode(view[:json_bytes])
+        request = _REQUEST_DECODER.decode(body.slice(0, json_bytes).join())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _bad(f"cannot parse the request JSON: {error}") from None
     except RecursionError:
@@ -106,17 +113,17 @@ def decode_infer(
     for given in request.inputs:
         if given.name in tensors:
             raise _bad(f"input {given.name!r} is given twice")
-        tensor, offset = _tensor(given, view, offset)
+        tensor, offset = _tensor(given, body, offset)
         tensors[given.name] = tensor
-    if offset != len(body):
+    if offset != body.nbytes:
         raise _bad(
-            f"the body has {len(body) - offset} bytes behind the last input's binary data: "
+            f"the body has {body.nbytes - offset} bytes behind the last input's binary data: "
             "check binary_data_size and " + HEADER_LENGTH
         )
     return request, tensors
 
 
-def _tensor(given: RequestInput, view: memoryview, offset: int) -> tuple[Tensor, int]:
+def _tensor(given: RequestInput, body: Segments, offset: int) -> tuple[Tensor, int]:
     name, datatype, shape = given.name, given.datatype, tuple(given.shape)
     if datatype not in ITEM_BYTES:
         raise _bad(f"input {name!r}: datatype {datatype!r} is not one of {', '.join(ITEM_BYTES)}")
@@ -128,7 +135,8 @@ def _tensor(given: RequestInput, view: memoryview, offset: int) -> tuple[Tensor,
     if size is None:
         data = given.data
         given.data = None
-        return Tensor(name, datatype, shape, _json_values(name, datatype, shape, data)), offset
+        values = _json_values(name, datatype, shape, data)
+        return Tensor(name, datatype, shape, Segments([values])), offset
     if given.data is not None:
         raise _bad(f"input {name!r} has both data and binary_data_size: send one of them")
     if type(size) is not int or size < 0:
@@ -138,12 +146,13 @@ def _tensor(given: RequestInput, view: memoryview, offset: int) -> tuple[Tensor,
             f"input {name!r}: binary_data_size = {size}, but shape {list(shape)} of {datatype} "
             f"is {nbytes} bytes"
         )
-    if offset + size > len(view):
+    if offset + size > body.nbytes:
         raise _bad(
-            f"input {name!r}: binary_data_size = {size}, but only {len(view) - offset} bytes of "
+            f"input {name!r}: binary_data_size = {size}, but only {body.nbytes - offset} bytes of "
             "the body are left"
         )
-    return Tensor(name, datatype, shape, view[offset : offset + size]), offset + size
+    content = body.slice(offset, offset + size)
+    return Tensor(name, datatype, shape, content), offset + size
 
 
 def _json_values(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> memoryview:
@@ -208,8 +217,8 @@ def encode_infer(
     for tensor, binary in outputs:
         entry = ResponseOutput(name=tensor.name, shape=list(tensor.shape), datatype=tensor.datatype)
         if binary:
-            entry.parameters = {"binary_data_size": tensor.data.nbytes}
-            parts.append(tensor.data)
+            entry.parameters = {"binary_data_size": tensor.content.nbytes}
+            parts += tensor.content.parts
         elif tensor.datatype == "BF16":
             raise _bad(
                 f"output {tensor.name!r}: BF16 cannot be sent as JSON: ask for it with "

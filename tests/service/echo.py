@@ -113,7 +113,9 @@ class EchoEngine:
         scales = None
         if request.scales is not None:
             scales = np.frombuffer(request.scales, "<f4").reshape(n, -1)
-        hidden = np.frombuffer(request.hidden, "<u2" if scales is None else "u1").reshape(n, -1)
+        hidden = np.frombuffer(request.hidden.join(), "<u2" if scales is None else "u1").reshape(
+            n, -1
+        )
         self.steps += 1
         counts = np.bincount(ids[ids >= 0].ravel(), minlength=layer.num_experts)
         water = ((7, 3), (5, 2))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from service.arena import ALIGN, Arena, ArenaError, ArenaRef, arena_bytes, layout_of, moved
-from service.engine import MoERequest
+from service.engine import MoERequest, Segments
 from tests.service.echo import LAYER
 
 
@@ -91,7 +91,7 @@ def test_layout_holds_every_tensor_without_overlap(fp8):
     n = 13
     request = MoERequest(
         num_tokens=n,
-        hidden=memoryview(bytes(n * LAYER.hidden * (1 if fp8 else 2))),
+        hidden=Segments([bytes(n * LAYER.hidden * (1 if fp8 else 2))]),
         scales=memoryview(bytes(n * LAYER.num_groups * 4)) if fp8 else None,
     )
     layout = moved(layout_of(request, LAYER), 6400)
@@ -117,9 +117,24 @@ def test_the_arena_holds_the_fullest_queue():
     arena = Arena.create(arena_bytes(layer, queue_tokens=64, queue_requests=64))
     one = MoERequest(
         num_tokens=1,
-        hidden=memoryview(bytes(layer.hidden * 2)),
+        hidden=Segments([bytes(layer.hidden * 2)]),
         scales=memoryview(bytes(layer.num_groups * 4)),
     )
     for _ in range(64):
         assert arena.allocate(layout_of(one, layer).nbytes) is not None
     arena.close()
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), max_size=8), st.data())
+def test_segments_slice_like_bytes(parts, data):
+    whole = b"".join(parts)
+    segments = Segments(parts)
+    assert segments.nbytes == len(whole)
+    begin = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(begin, len(whole)))
+    piece = segments.slice(begin, end)
+    assert piece.nbytes == end - begin
+    assert bytes(piece.join()) == whole[begin:end]
+    target = bytearray(end - begin)
+    piece.copy_to(memoryview(target))
+    assert target == whole[begin:end]

@@ -27,6 +27,7 @@ from service.engine import (
     EngineUnavailable,
     MoERequest,
     RequestExpired,
+    Segments,
     StepRecord,
     TelemetrySample,
 )
@@ -154,7 +155,7 @@ def request(n: int = 2, seed: int = 0, **more) -> MoERequest:
     weights = np.ones((n, LAYER.topk), np.float32)
     return MoERequest(
         num_tokens=n,
-        hidden=memoryview(hidden.tobytes()),
+        hidden=Segments([hidden.tobytes()]),
         topk_ids=memoryview(ids.tobytes()),
         topk_weights=memoryview(weights.tobytes()),
         **more,
@@ -173,7 +174,7 @@ def test_answers_in_any_order_reach_their_own_request():
             for submit in reversed(submits):
                 group.answer(submit)
             for given, result in zip(wanted, await asyncio.gather(*jobs), strict=True):
-                want = np.frombuffer(given.hidden, np.uint16) ^ 0x8000
+                want = np.frombuffer(given.hidden.join(), np.uint16) ^ 0x8000
                 assert result.output == want.tobytes()
                 result.release()
                 assert result.kernel_s == 0.001
