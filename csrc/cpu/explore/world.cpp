@@ -207,8 +207,12 @@ std::string World::describe(const Pending& p) const {
     constexpr const char* kOps[] = {"start", "access", "store", "add", "wait ==", "wait >="};
     std::string text = kOps[uint32_t(p.op)];
     if (p.is_wait())
-        text += " " + std::to_string(p.want) + ", have " + std::to_string(*p.word) + ",";
-    return p.word ? text + " " + word_name(p.word) : text;
+        text.append(" ")
+            .append(std::to_string(p.want))
+            .append(", have ")
+            .append(std::to_string(*p.word))
+            .append(",");
+    return p.word ? text.append(" ").append(word_name(p.word)) : text;
 }
 
 std::string World::word_name(const uint32_t* word) const {
