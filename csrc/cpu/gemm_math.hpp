@@ -50,12 +50,14 @@ class FloatEnvironment {
 #elif defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__)
     FloatEnvironment() : saved_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(0); }
     ~FloatEnvironment() { __builtin_aarch64_set_fpcr(saved_); }
+#else
+    FloatEnvironment() {}
 #endif
     FloatEnvironment(const FloatEnvironment&) = delete;
     FloatEnvironment& operator=(const FloatEnvironment&) = delete;
 
   private:
-    unsigned saved_ = 0;
+    [[maybe_unused]] unsigned saved_ = 0;
 };
 
 // ------------------------------------------------------------------ BF16 and e4m3

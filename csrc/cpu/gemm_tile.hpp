@@ -59,7 +59,13 @@ size_t packed_w2_bytes(const GemmShape& shape) {
     return packed_bytes(shape, shape.hidden, shape.inter);
 }
 
-// `block` is the first row and column of a 128x128 part of a row-major matrix; sets its NaN flags.
+inline bool has_nan(const uint8_t* codes, int count) {
+    uint8_t found = 0;
+    for (int i = 0; i < count; ++i) found |= (codes[i] & 0x7f) == 0x7f;
+    return found != 0;
+}
+
+// Packs a row-major matrix [n, k]; with two halves, a tile takes 128 rows of either half.
 template <class Core>
 void pack_matrix(uint8_t* dst, const void* weights, const GemmShape& shape, int n, int k,
                  int halves) {
@@ -81,11 +87,7 @@ void pack_matrix(uint8_t* dst, const void* weights, const GemmShape& shape, int 
         for (int half = 0; half < halves; ++half) {
             for (int i = 0; i < kGroup; ++i) {
                 const size_t row = (static_cast<size_t>(half) * tiles + tile) * kGroup + i;
-                bool has_nan = false;
-                for (int j = 0; shape.is_fp8 && j < k; ++j) {
-                    has_nan |= (src[row * k + j] & 0x7f) == 0x7f;
-                }
-                *flags++ = has_nan;
+                *flags++ = shape.is_fp8 && has_nan(src + row * k, k);
             }
         }
     }
