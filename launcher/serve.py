@@ -58,6 +58,7 @@ __all__ = ["command"]
 RUN_DIR: Final = "MEGAMOE_RUN_DIR"
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 HTTP_START_S: Final = 60.0
+RANKS_END_S: Final = 4.0
 KILL_AFTER_S: Final = 20.0
 
 
@@ -310,7 +311,8 @@ def _rank(
             start_new_session=True,
             stdin=subprocess.DEVNULL,
         )
-    http_pid = _http_pid(run_dir, HTTP_START_S)
+    # The supervisor starts it before the ranks: if it is not there now, it is gone for good.
+    http_pid = _http_pid(run_dir, HTTP_START_S if RUN_DIR not in os.environ else 1.0)
     if http_pid is None:
         sys.stderr.write("megamoe serve: the HTTP process does not run\n")
         return EXIT_ERROR
@@ -443,18 +445,18 @@ class _Supervisor:
                     http.send_signal(signal.SIGTERM)
                 if told > 1:
                     torchrun.terminate()
-            one_left = http.poll() is not None or torchrun.poll() is not None
-            if one_left and ending is None:
+            if ending is None and (http.poll() is not None or torchrun.poll() is not None):
                 ending = time.monotonic()
-                # After a drain the ranks end by themselves: torchrun must see them end with 0.
                 if torchrun.poll() is not None:
                     http.terminate()
-                elif http.returncode:
-                    torchrun.terminate()
-            if ending is not None and time.monotonic() - ending > KILL_AFTER_S:
+            waited = 0.0 if ending is None else time.monotonic() - ending
+            # After a drain the ranks end by themselves; those that were still loading do not.
+            if http.returncode or (http.returncode == 0 and waited > RANKS_END_S):
+                torchrun.terminate()
+            if waited > KILL_AFTER_S:
                 return 1
-        if told == 1 and not http.returncode:
-            return torchrun.returncode
+        if told == 1 and http.returncode == 0:
+            return 0
         return http.returncode or torchrun.returncode or 1
 
 

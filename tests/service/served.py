@@ -13,10 +13,8 @@ import time
 from pathlib import Path
 
 import httpx
-import ml_dtypes
 import numpy as np
 import psutil
-import tritonclient.http as oip
 
 ROOT = Path(__file__).parents[2]
 SHAPE = "hidden=256,inter=128,experts=8,topk=2,shared=1"
@@ -52,11 +50,14 @@ class Served:
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             self.note_processes()
-            if not self.port and (found := re.search(r"127\.0\.0\.1:(\d+)", self.text())):
-                self.port = int(found[1])
+            self.look_for_port()
             if self.port and self.ready() and self.metric("megamoe_group_generation") >= generation:
                 return
             time.sleep(0.1)
+
+    def look_for_port(self) -> None:
+        if not self.port and (found := re.search(r"127\.0\.0\.1:(\d+)", self.text())):
+            self.port = int(found[1])
 
     @property
     def url(self) -> str:
@@ -89,7 +90,9 @@ class Served:
                 for child in process.children(recursive=True):
                     self.seen.setdefault(child.pid, child)
 
-    def client(self) -> oip.InferenceServerClient:
+    def client(self):
+        import tritonclient.http as oip
+
         return oip.InferenceServerClient(
             f"127.0.0.1:{self.port}", network_timeout=60.0, connection_timeout=60.0
         )
@@ -145,6 +148,8 @@ def _zombie(process: psutil.Process) -> bool:
 
 def make_tokens(n: int, seed: int, *, hidden: int = 256, experts: int = 8, topk: int = 2):
     """(hidden BF16 [n,H], ids int32 [n,K], weights float32 [n,K])."""
+    import ml_dtypes
+
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, hidden), np.float32).astype(ml_dtypes.bfloat16)
     ids = rng.integers(0, experts, (n, topk), np.int32)
@@ -153,6 +158,8 @@ def make_tokens(n: int, seed: int, *, hidden: int = 256, experts: int = 8, topk:
 
 
 def inputs_of(x, ids=None, weights=None, scales=None):
+    import tritonclient.http as oip
+
     named = [("hidden_states", x, "BF16" if scales is None else "UINT8")]
     if scales is not None:
         named.append(("hidden_scales", scales, "FP32"))
@@ -166,7 +173,9 @@ def inputs_of(x, ids=None, weights=None, scales=None):
     return inputs
 
 
-def infer(client, *arrays, outputs=None, **more) -> oip.InferResult:
+def infer(client, *arrays, outputs=None, **more):
+    import tritonclient.http as oip
+
     wanted = None
     if outputs is not None:
         wanted = [oip.InferRequestedOutput(name, binary_data=True) for name in outputs]

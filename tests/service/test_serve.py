@@ -359,6 +359,27 @@ def test_a_second_sigterm_does_not_wait(slow_service):
     slow_service.assert_nothing_left()
 
 
+def test_sigterm_while_the_ranks_load():
+    with Served() as served:
+        deadline = time.monotonic() + 60
+        while not served.port:
+            assert time.monotonic() < deadline, served.text()
+            served.look_for_port()
+            time.sleep(0.05)
+        assert not served.ready()
+        served.signal(signal.SIGTERM)
+        assert served.wait_exit(30) == 0, served.text()
+        served.assert_nothing_left()
+
+
+def test_a_killed_supervisor_takes_everything_with_it():
+    with Served("--max-restarts", "0") as served:
+        served.wait_ready()
+        served.signal(signal.SIGKILL)
+        served.wait_exit(5)
+        served.assert_nothing_left(60)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
