@@ -176,6 +176,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         high_water: per rank, most blocks in use at once in the (L1, L2) ring.
         backpressure: per rank, waits for a free block in the (L1, L2) ring during the step.
         spans: timeline of the step.
+        started: when it began, ``time.monotonic()`` of this machine.
     """
 
     step: int
@@ -189,6 +190,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     high_water: tuple[tuple[int, int], ...] = ()
     backpressure: tuple[tuple[int, int], ...] = ()
     spans: tuple[Span, ...] = ()
+    started: float = 0.0
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

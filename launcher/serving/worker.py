@@ -312,6 +312,7 @@ class Worker:
             high_water=tuple(water),
             backpressure=tuple(report.backpressure for report in reports),
             spans=tuple(span for report in reports for span in report.spans),
+            started=started,
         )
         engine.send(ipc.encode(ipc.Stepped(group, record)))
 

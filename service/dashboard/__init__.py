@@ -21,11 +21,14 @@ from service.config import ServiceConfig
 from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
 from service.errors import ServiceError, busy
 from service.metrics import Metrics, load_figures
+from service.trace import chrome_trace
 
 __all__ = ["Dashboard"]
 
 PERIOD_S: Final = 1.0
 HISTORY: Final = 300
+TRACED_STEPS: Final = 100
+TRACED_SAMPLES: Final = 1000
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -63,6 +66,8 @@ class Dashboard:
         self.faults: deque[dict[str, Any]] = deque(maxlen=20)
         self.step: StepRecord | None = None
         self.samples: dict[int, TelemetrySample] = {}
+        self.traced: deque[StepRecord] = deque(maxlen=TRACED_STEPS)
+        self.traced_samples: deque[tuple[float, TelemetrySample]] = deque(maxlen=TRACED_SAMPLES)
         self.tokens = self.steps = 0
         self.clients = 0
         self.closing = asyncio.Event()
@@ -74,12 +79,14 @@ class Dashboard:
         # A heartbeat is shown only until there is work to show.
         if record.num_requests or self.step is None or not self.step.num_requests:
             self.step = record
+        self.traced.append(record)
         if record.num_requests:
             self.tokens += record.num_tokens
             self.steps += 1
 
     def _on_telemetry(self, sample: TelemetrySample) -> None:
         self.samples[sample.rank] = sample
+        self.traced_samples.append((time.monotonic(), sample))
 
     def _on_fault(self, fault: EngineFault) -> None:
         self.faults.appendleft({"time": time.time(), **msgspec.to_builtins(fault)})
@@ -178,6 +185,14 @@ class Dashboard:
         @router.get("/static/{name:path}")
         async def asset(name: str) -> Response:
             return self._file(name)
+
+        @router.get("/trace")
+        async def trace() -> Response:
+            return Response(
+                msgspec.json.encode(chrome_trace(self.traced, self.traced_samples)),
+                media_type="application/json",
+                headers={"content-disposition": 'attachment; filename="megamoe-trace.json"'},
+            )
 
         @router.get("/events")
         async def events() -> Response:

@@ -130,6 +130,7 @@ class EchoEngine:
             expert_counts=tuple(int(c) for c in counts),
             high_water=water,
             backpressure=((1, 0), (0, 2)),
+            started=time.monotonic(),
             spans=(
                 Span(0, -1, "gather", 0.0, 80.0),
                 Span(0, 0, "layer", 80.0, 900.0),

@@ -39,7 +39,13 @@ def all_paths(app):
 def test_every_route_is_closed_without_a_key(http):
     routes = all_paths(http.app)
     assert len(routes) > 15
-    assert {r.path for r in routes} >= OPEN_PATHS | {"/", "/metrics", "/events", "/debug/fault"}
+    assert {r.path for r in routes} >= OPEN_PATHS | {
+        "/",
+        "/metrics",
+        "/events",
+        "/trace",
+        "/debug/fault",
+    }
     for route in routes:
         path = route.path.replace(":path", "").format(model="moe", version="1", name="app.js")
         for method in route.methods:
