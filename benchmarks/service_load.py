@@ -8,7 +8,8 @@ python benchmarks/service_load.py --seconds 5 --no-write
 2. ``kill``: the same while a rank is killed and the group restarts; every request is answered
    right or refused cleanly, none hangs.
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
-   same body through the same HTTP stack, alternating in one loop.
+   same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
+   run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
 """
 
 from __future__ import annotations
@@ -229,6 +230,7 @@ def cost_row(requests: int) -> dict:
         "echo_ms": ms(echoed),
         "service_less_kernel_ms": ms(own),
         "ratio": round(statistics.median(own) / statistics.median(echoed), 3),
+        "scheduler": {0: "normal", 2: "SCHED_RR"}.get(os.sched_getscheduler(0), "other"),
         "ratio_of_minima": round(min(own) / min(echoed), 3),
         "kernel_ms": ms(kernel),
         "queue_ms": ms(queue),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import httpx
 
@@ -43,7 +44,7 @@ def test_tracks_counters_and_arrows():
     for stretches in tracks.values():
         stretches.sort()
         assert len({name for _, _, name in stretches}) == 1
-        for (begin, length, _), (after, _, _) in zip(stretches, stretches[1:], strict=False):
+        for (begin, length, _), (after, _, _) in pairwise(stretches):
             assert begin + length <= after
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(names) == set(tracks)
