@@ -69,7 +69,7 @@ struct AmxCore {
 
     static void end() { _tile_release(); }
 
-    // 128 columns of `rows` rows to BF16 [rows, 128]; more than 16 are padded with zeros to a multiple.
+    // 128 columns of `rows` rows to BF16 [rows, 128]; zero rows after more than 16, to a multiple.
     static void prepare_x(const uint8_t* src, size_t row_bytes, int rows, bool is_fp8,
                           Scratch& scratch) {
         auto* to = reinterpret_cast<uint8_t*>(scratch.x);

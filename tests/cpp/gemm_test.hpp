@@ -78,6 +78,15 @@ std::vector<uint16_t> run_linear2(const TileFns& fns, const GemmShape& shape,
                                   const std::vector<uint8_t>& w2,
                                   const std::vector<float>& w2_scale, int rows, int n);
 
+// The value of an e4m3 code, from the definition of the format: independent of fp8.hpp.
+double code_value(int code);
+
+// gemm_elements.cpp
+void test_scalar_conversions();
+void test_quantize_every_value(const TileFns& fns);
+void test_quantize_rows(const TileFns& fns);
+void test_reduce(const TileFns& fns);
+
 // The AMX tile functions on a model of the tile unit, for machines without it.
 const TileFns& emulated_amx_tile_fns();
 
