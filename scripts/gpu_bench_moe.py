@@ -11,13 +11,11 @@ over ranks of one call; L2 is flushed before each call, ranks meet on the stream
 kept busy until the host has enqueued the call. Shape legend: T tokens, H hidden, E experts.
 """
 
-# ruff: noqa: D102
-
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -27,14 +25,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_contenders import CLAMP, F8, Ours, Peer, Unfused
 
-from megamoe.backends.cuda import CudaSession, cuda_config
-from megamoe.spec import MODELS, EpConfig, MoESpec
-from megamoe.symmetric.base import GroupRendezvous
-from megamoe.weights import ExpertWeights
+from megamoe.spec import MODELS, MoESpec
 
-F8 = torch.float8_e4m3fn
-CLAMP = 10.0
 FLOP_RATE, READ_RATE, LINK_RATE = 1250e12, 4.70e12, 335e9
 
 
@@ -184,170 +178,6 @@ def sustained(call, seconds):
     }
 
 
-# ---------------------------------------------------------------- contenders
-
-
-class Ours:
-    """Staging kernel and the fused kernel."""
-
-    def __init__(self, spec, weights, max_tokens, setting):
-        block_m, b1, b2, wave, lag = (int(v) for v in setting.split(":"))
-        rendezvous = GroupRendezvous()
-        config = EpConfig(
-            num_ranks=rendezvous.num_ranks,
-            max_tokens=max_tokens,
-            block_m=block_m,
-            ring_l1_blocks=b1,
-            ring_l2_blocks=b2,
-            wave_blocks=wave,
-            l2_lag_blocks=lag,
-            timeout_s=5.0,
-        )
-        self.config = cuda_config(spec, config)
-        self.session = CudaSession(spec, config, rendezvous)
-        (w1, s1), (w2, s2) = weights
-        local = range(w1.shape[0])
-        self.session.load_weights(ExpertWeights(e, w1[e], s1[e], w2[e], s2[e]) for e in local)
-
-    def prepare(self, x8, sx, ids, weight):
-        self.inputs = (x8, sx, ids.int().contiguous(), weight)
-        self.y = torch.full(x8.shape, float("nan"), device="cuda").bfloat16()
-
-    def stage(self):
-        self.session.stage(self.inputs[0], self.inputs[1])
-
-    def __call__(self):
-        self.stage()
-        self.session.launch(self.inputs[2], self.inputs[3], self.y)
-        return self.y
-
-
-class Peer:
-    """sgl-deep-gemm's fused SM90 kernel, its four copies included."""
-
-    def __init__(self, spec, weights):
-        import deep_gemm
-
-        self.gemm, self.spec = deep_gemm, spec
-        self.weights = deep_gemm.transform_weights_for_mega_moe_sm90(*weights)
-
-    def prepare(self, x8, sx, ids, weight):
-        s, tokens = self.spec, x8.shape[0]
-        self.inputs = (x8, sx, ids, weight)
-        self.buffer = self.gemm.get_symm_buffer_for_sm90_mega_moe(
-            dist.group.WORLD, s.num_experts, max(tokens, 128), s.topk, s.hidden, s.inter
-        )
-        self.y = torch.full(x8.shape, float("nan"), device="cuda").bfloat16()
-
-    def __call__(self):
-        b, tokens = self.buffer, self.y.shape[0]
-        targets = (b.x, b.x_sf, b.topk_idx, b.topk_weights)
-        for target, source in zip(targets, self.inputs, strict=True):
-            target[:tokens].copy_(source)
-        self.gemm.fp8_mega_moe(
-            self.y,
-            *self.weights,
-            b,
-            recipe=(128, 128, 128),
-            activation_clamp=CLAMP,
-            fast_math=True,
-        )
-        return self.y
-
-    def done(self):
-        self.buffer.destroy()
-
-
-class Unfused:
-    """NCCL all-to-all around DeepGEMM's grouped GEMMs; ``gemms`` is the GEMMs alone."""
-
-    def __init__(self, spec, weights):
-        import deep_gemm
-        import triton
-        import triton.language as tl
-
-        self.gemm, self.spec, self.weights = deep_gemm, spec, weights
-
-        @triton.jit
-        def swiglu(x, y, s, inter: tl.constexpr):
-            row = tl.program_id(0).to(tl.int64)
-            j = tl.program_id(1)
-            o = j * 128 + tl.arange(0, 128)
-            g = tl.minimum(tl.load(x + row * 2 * inter + o).to(tl.float32), 10.0)
-            u = tl.load(x + row * 2 * inter + inter + o).to(tl.float32)
-            u = tl.minimum(tl.maximum(u, -10.0), 10.0)
-            v = g * tl.sigmoid(g) * u
-            a = tl.maximum(tl.max(tl.abs(v), 0), 1e-10) / 448.0
-            tl.store(y + row * inter + o, (v / a).to(tl.float8e4nv))
-            tl.store(s + row * (inter // 128) + j, a)
-
-        self.swiglu = swiglu
-
-    def prepare(self, x8, sx, ids, weight):
-        s, ranks, rank = self.spec, dist.get_world_size(), dist.get_rank()
-        local = s.num_experts // ranks
-        flat = ids.flatten()
-        order = flat.argsort(stable=True)
-        count = torch.bincount(flat, minlength=s.num_experts)
-        every = torch.empty(ranks, s.num_experts, dtype=torch.int64, device="cuda")
-        dist.all_gather_into_tensor(every, count)
-        self.send = count.view(ranks, local).sum(1).tolist()
-        mine = every[:, rank * local : (rank + 1) * local]
-        self.receive = mine.sum(1).tolist()
-        total = sum(self.receive)
-        per = mine.sum(0).tolist()
-        padded = [math.ceil(c / 128) * 128 for c in per]
-        rows = max(128, sum(padded))
-        start = [sum(padded[:e]) for e in range(local)]
-        self.layout = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
-        position, fill = torch.empty(max(total, 1), dtype=torch.int64), start.copy()
-        at = 0
-        for of_source in mine.tolist():
-            for e, c in enumerate(of_source):
-                position[at : at + c] = torch.arange(fill[e], fill[e] + c)
-                fill[e] += c
-                at += c
-        for e in range(local):
-            self.layout[start[e] : start[e] + per[e]] = e
-        self.token, self.position = order // s.topk, position[:total].cuda()
-        self.inverse = torch.empty_like(order)
-        self.inverse[order] = torch.arange(flat.numel(), device="cuda")
-        new = lambda *shape, dtype=torch.uint8: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
-        groups = s.hidden // 128
-        self.got = (new(total, s.hidden), new(total, groups, dtype=torch.float32))
-        self.a = (new(rows, s.hidden), new(rows, groups, dtype=torch.float32))
-        self.h = new(rows, 2 * s.inter, dtype=torch.bfloat16)
-        self.b = (new(rows, s.inter).view(F8), new(rows, s.inter // 128, dtype=torch.float32))
-        self.d = new(rows, s.hidden, dtype=torch.bfloat16)
-        self.back = new(flat.numel(), s.hidden, dtype=torch.bfloat16)
-        self.x8, self.sx, self.weight = x8, sx, weight.bfloat16()
-
-    def gemms(self):
-        grouped = self.gemm.m_grouped_fp8_gemm_nt_contiguous
-        grouped((self.a[0].view(F8), self.a[1]), self.weights[0], self.h, self.layout)
-        grouped(self.b, self.weights[1], self.d, self.layout)
-
-    def __call__(self):
-        s = self.spec
-        x = self.x8.view(torch.uint8).index_select(0, self.token)
-        dist.all_to_all_single(self.got[0], x, self.receive, self.send)
-        scale = self.sx.index_select(0, self.token)
-        dist.all_to_all_single(self.got[1], scale, self.receive, self.send)
-        for a, got in zip(self.a, self.got, strict=True):
-            a.index_copy_(0, self.position, got)
-        grouped = self.gemm.m_grouped_fp8_gemm_nt_contiguous
-        grouped((self.a[0].view(F8), self.a[1]), self.weights[0], self.h, self.layout)
-        self.swiglu[(self.h.shape[0], s.inter // 128)](
-            self.h, self.b[0], self.b[1], s.inter, num_warps=1
-        )
-        grouped(self.b, self.weights[1], self.d, self.layout)
-        dist.all_to_all_single(
-            self.back, self.d.index_select(0, self.position), self.send, self.receive
-        )
-        slots = self.back.index_select(0, self.inverse).view(len(self.x8), s.topk, s.hidden)
-        return torch.bmm(self.weight.unsqueeze(1), slots).squeeze(1)
-
-
 # ---------------------------------------------------------------- one row
 
 
@@ -382,32 +212,15 @@ def floor_of(spec, ids):
     return us, bytes_w, link, most / max(mean, 1)
 
 
-def bench_row(model, spec, routing, tokens, contenders, options, weights):
-    generator = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
-    x8, sx = quantise(
-        torch.randn(tokens, spec.hidden, device="cuda", generator=generator).bfloat16()
-    )
-    ids, weight = make_routes(spec, tokens, routing, generator)
-    sample = torch.linspace(0, tokens - 1, min(tokens, 8)).long().cuda()
-    expected = oracle(spec, weights, x8, sx, ids, weight, sample)
-    floor, bytes_w, link, skew = floor_of(spec, ids)
-    ours = contenders["ours"]
-    row = {
-        "model": model,
-        "ranks": dist.get_world_size(),
-        "tokens": tokens,
-        "routing": routing,
-        "max_over_mean": round(skew, 3),
-        "ring_tokens": ours.config.ring_l1_blocks * ours.config.block_m,
-        "floor_us": round(floor, 1),
-        "reasons": {},
-    }
-    ours.prepare(x8, sx, ids, weight)
+def time_ours(ours, spec, tokens, floor, bytes_w, link, expected, sample, options):
+    """The part of a row that is about our layer."""
+    row = {"ring_tokens": ours.config.ring_l1_blocks * ours.config.block_m}
+    row["window_bytes"] = ours.session.counters().window_bytes
     y = ours()
     ours.session.check()
     row["max_rel_err"] = error(y, expected, sample)
     if not row["max_rel_err"] < 2e-2:
-        row["reasons"]["total_us"] = f"wrong: {row['max_rel_err']}"
+        row["reasons"] = {"total_us": f"wrong: {row['max_rel_err']}"}
         return row
     t = timed(ours, options.calls)
     ours.session.check()
@@ -420,9 +233,46 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
     row["tflops"] = round(6 * tokens * spec.topk * spec.hidden * spec.inter / total / 1e6, 1)
     row["hbm_gbs"] = round(bytes_w / total / 1e3, 1)
     row["nvlink_gbs"] = round(link / total / 1e3, 1)
+    # Host time of a call, with the GPU kept busy so that nothing waits for it.
+    torch.cuda._sleep(20_000_000)
+    start = time.perf_counter()
+    for _ in range(20):
+        ours()
+    row["host_us"] = round((time.perf_counter() - start) / 20 * 1e6, 1)
+    ours.session.check()
+    if options.sustain:
+        s = sustained(ours, options.sustain)
+        row["sustained_us"] = round(s["us"], 1)
+        row["joules_per_token"] = s["joules"] / max(tokens, 1)
+        row |= {k: s[k] for k in ("sm_mhz", "watts", "throttle")}
+        ours.session.check()
+    return row
+
+
+def bench_row(model, spec, routing, tokens, contenders, options, weights):
+    generator = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
+    x8, sx = quantise(
+        torch.randn(tokens, spec.hidden, device="cuda", generator=generator).bfloat16()
+    )
+    ids, weight = make_routes(spec, tokens, routing, generator)
+    sample = torch.linspace(0, tokens - 1, min(tokens, 8)).long().cuda()
+    expected = oracle(spec, weights, x8, sx, ids, weight, sample)
+    floor, bytes_w, link, skew = floor_of(spec, ids)
+    ours = contenders.get("ours")
+    row = {
+        "model": model,
+        "ranks": dist.get_world_size(),
+        "tokens": tokens,
+        "routing": routing,
+        "max_over_mean": round(skew, 3),
+        "floor_us": round(floor, 1),
+        "reasons": {},
+    }
+    if ours is not None:
+        ours.prepare(x8, sx, ids, weight)
+        row |= time_ours(ours, spec, tokens, floor, bytes_w, link, expected, sample, options)
     for name in ("peer", "unfused"):
         if name not in contenders:
-            row["reasons"][f"{name}_us"] = "not run"
             continue
         other = contenders[name]
         started = time.monotonic()
@@ -441,12 +291,6 @@ def bench_row(model, spec, routing, tokens, contenders, options, weights):
         except Exception as e:  # noqa: BLE001 - a contender that cannot run is a row's reason
             row["reasons"][f"{name}_us"] = f"{type(e).__name__}: {str(e)[:200]}"
         say(f"  {name}: {time.monotonic() - started:.1f} s")
-    if options.sustain:
-        s = sustained(ours, options.sustain)
-        row["sustained_us"] = round(s["us"], 1)
-        row["joules_per_token"] = s["joules"] / max(tokens, 1)
-        row |= {k: s[k] for k in ("sm_mhz", "watts", "throttle")}
-        ours.session.check()
     torch.cuda.empty_cache()
     return row
 
@@ -480,9 +324,49 @@ def show(row):
         f"{row['config']} | ours "
         f"{g('total_us')} (stage {g('stage_us')}) p99 {g('p99_us')} | floor {row['floor_us']} = "
         f"{g('fraction_of_floor')} | peer {g('peer_us')} = {g('peer_us') / g('total_us'):.2f}x | "
-        f"unfused {g('unfused_us')} gemms {g('gemms_us')} | sust {g('sustained_us')} "
-        f"{g('sm_mhz')} MHz | err {g('max_rel_err'):.1e} {row['reasons'] or ''}"
+        f"unfused {g('unfused_us')} gemms {g('gemms_us')} | host {g('host_us')} | "
+        f"sust {g('sustained_us')} {g('sm_mhz')} MHz | err {g('max_rel_err'):.1e} "
+        f"{row['reasons'] or ''}"
     )
+
+
+def same(a, b):
+    """Rows about the same inputs."""
+    return all(a.get(k) == b.get(k) for k in ("model", "tokens", "routing", "ranks", "config"))
+
+
+def merged(rows, row):
+    """Rows with `row` added, or its fields put into the row about the same inputs."""
+    for i, old in enumerate(rows):
+        if same(old, row):
+            reasons = old["reasons"] | row["reasons"]
+            return [*rows[:i], old | row | {"reasons": reasons}, *rows[i + 1 :]]
+    return [*rows, row]
+
+
+def meta():
+    """What the results were measured on."""
+
+    def output(*command):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.split("\n")[0]
+
+    return {
+        "commit": output("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "num_gpus": dist.get_world_size(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "clocks": output(
+            "nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader"
+        ),
+        "power": output(
+            "nvidia-smi", "--query-gpu=power.draw,power.limit", "--format=csv,noheader"
+        ),
+        "notes": "burst: L2 flushed and ranks aligned before each call, max over ranks",
+    }
 
 
 def main():
@@ -496,59 +380,49 @@ def main():
     parser.add_argument(
         "--configs", default="128:0:0:0:0", help="block_m:B1:B2:wave:lag,…; 0 chooses"
     )
-    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--contenders", default="ours,peer,unfused")
+    parser.add_argument("--merge", type=Path, help="earlier rows to complete, same inputs")
     parser.add_argument("--trace", action="store_true", help="phases inside the kernel")
+    parser.add_argument(
+        "--dump-after", type=float, default=600.0, help="seconds until a hang shows"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.trace:
         os.environ["MEGAMOE_TRACE"] = "1"
+    # A cache for each rank: the ranks' compilers do not meet.
+    os.environ["DG_JIT_CACHE_DIR"] = f"/tmp/deep_gemm_{os.environ['RANK']}"
+    faulthandler.dump_traceback_later(options.dump_after, exit=True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = []
+    wanted = options.contenders.split(",")
+    rows = json.loads(options.merge.read_text())["rows"] if options.merge else []
     for model in options.models.split(","):
         spec: MoESpec = replace(MODELS[model], num_shared=0, swiglu_clamp=CLAMP)
         if options.experts:
             spec = replace(spec, num_experts=options.experts)
         weights = make_weights(spec, rank, ranks)
-        tokens = [int(t) for t in options.tokens.split(",")]
-        contenders = {}
-        if not options.only_ours:
-            for name, kind in (("peer", Peer), ("unfused", Unfused)):
-                try:
-                    contenders[name] = kind(spec, weights)
-                except Exception as e:  # noqa: BLE001
-                    say(f"{name}: {type(e).__name__}: {str(e)[:300]}")
-        for t in tokens:
+        kinds = {"peer": Peer, "unfused": Unfused}
+        contenders = {n: kinds[n](spec, weights) for n in wanted if n in kinds}
+        for t in (int(v) for v in options.tokens.split(",")):
             for setting in options.configs.split(","):
-                contenders["ours"] = Ours(spec, weights, max(t, 128), setting)
+                if "ours" in wanted:
+                    contenders["ours"] = Ours(spec, weights, max(t, 128), setting)
                 for routing in options.routing.split(","):
-                    rows.append(bench_row(model, spec, routing, t, contenders, options, weights))
-                    rows[-1]["config"] = setting
-                    show(rows[-1])
-                contenders["ours"].session.close()
+                    row = bench_row(model, spec, routing, t, contenders, options, weights)
+                    row["config"] = setting
+                    rows = merged(rows, row)
+                    show(next(r for r in rows if same(r, row)))
+                    if rank == 0 and options.output:
+                        options.output.write_text(
+                            json.dumps({"meta": meta(), "rows": rows}, indent=1)
+                        )
+                if "ours" in wanted:
+                    contenders["ours"].session.close()
                 torch.cuda.empty_cache()
         del weights, contenders
         torch.cuda.empty_cache()
-    if rank == 0 and options.output:
-        meta = {
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-            ).stdout.strip(),
-            "date": time.strftime("%Y-%m-%d"),
-            "gpu": torch.cuda.get_device_name(),
-            "num_gpus": ranks,
-            "driver": subprocess.run(
-                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout.split("\n")[0],
-            "cuda": torch.version.cuda,
-            "torch": torch.__version__,
-            "notes": "burst: L2 flushed and ranks aligned before each call, max over ranks",
-        }
-        options.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -55,15 +55,15 @@ MEGAMOE_DEVICE void named_barrier(int id) {
 
 // ---------------------------------------------------------------- bulk copies
 
+// What L2 is to do with the lines of a copy.
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictLast = 0x14F0000000000000;
+
 MEGAMOE_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t& bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared_address(shared)),
         "l"(global), "r"(bytes), "r"(shared_address(&bar))
         : "memory");
-}
-MEGAMOE_DEVICE void bulk_prefetch(const void* global, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 MEGAMOE_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),

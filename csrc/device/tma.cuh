@@ -13,11 +13,11 @@ namespace ptx {
 
 // A 2D box whose first element is (x, y); 128-byte rows land swizzled in shared memory.
 MEGAMOE_DEVICE void tma_load(void* shared, const TensorMap& map, int32_t x, int32_t y,
-                             uint64_t& bar) {
+                             uint64_t& bar, uint64_t policy = kEvictNormal) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
-        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y), "l"(policy)
         : "memory");
 }
 MEGAMOE_DEVICE void prefetch_map(const TensorMap& map) {

@@ -17,7 +17,7 @@ enum TraceSlot : uint32_t {
     kTraceStart,
     kTraceListed,      // own routes listed and published
     kTraceCounts,      // every peer's counts are here
-    kTraceFirstStage,  // the first stage is full
+    kTraceFirstStage,  // the first rows are in the ring
     kTraceTilesDone,
     kTraceCombined,
     kTracePulled,  // the last row has been pulled

@@ -5,6 +5,12 @@
 
 namespace megamoe::moe {
 
+// The walks of schedule.hpp take shared experts first.
+MEGAMOE_DEVICE uint32_t expert_at(const MoEParams& p, uint32_t order) {
+    const uint32_t shared = p.shape.num_shared;
+    return order < shared ? p.shape.local_experts() + order : order - shared;
+}
+
 // Routes are listed without atomics and without a barrier between counting and writing: each CTA
 // has some experts to itself, and reads all ids for them. Position in the owner's list = routes to
 // the owner's earlier experts + earlier routes to this one. Each warp has a contiguous part of the
@@ -119,6 +125,36 @@ MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
     }
 }
 
+// Rows and blocks before each expert, in the order of the walks. One warp.
+MEGAMOE_DEVICE void index_rows(const MoEParams& p, SharedStorage& s) {
+    const uint32_t experts = p.shape.total_experts(), lane = ptx::lane();
+    uint32_t rows = 0, blocks = 0;
+    for (uint32_t i0 = 0; i0 < experts; i0 += 32) {
+        const uint32_t i = i0 + lane;
+        const uint32_t n = i < experts ? s.rows[expert_at(p, i)] : 0;
+        const uint32_t b = ceil_div(n, p.shape.block_m);
+        uint32_t n_sum = n, b_sum = b;
+#pragma unroll
+        for (int o = 1; o < 32; o <<= 1) {
+            const uint32_t nv = __shfl_up_sync(~0u, n_sum, o), bv = __shfl_up_sync(~0u, b_sum, o);
+            if (lane >= o) {
+                n_sum += nv;
+                b_sum += bv;
+            }
+        }
+        if (i < experts) {
+            s.row_begin[i] = rows + n_sum - n;
+            s.block_begin[i] = blocks + b_sum - b;
+        }
+        rows += __shfl_sync(~0u, n_sum, 31);
+        blocks += __shfl_sync(~0u, b_sum, 31);
+    }
+    if (lane == 0) {
+        s.row_begin[experts] = rows;
+        s.block_begin[experts] = s.call.num_blocks = blocks;
+    }
+}
+
 // Every CTA waits for every peer's counts and indexes them. False when the call is given up.
 MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
     const uint32_t ranks = p.shape.num_ranks, per_rank = p.shape.local_experts();
@@ -153,6 +189,8 @@ MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
         for (uint32_t r = 0; e < per_rank && r < ranks; ++r) sum += s.count[r * per_rank + e];
         s.rows[e] = sum;
     }
+    __syncthreads();
+    if (warp == 0) index_rows(p, s);
     __syncthreads();
     return true;
 }

@@ -22,8 +22,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w1);
     ptx::prefetch_map(p.w2);
     using Walk = TileWalk<SharedRows>;
-    Walk& walk = *reinterpret_cast<Walk*>(s.tile_walk);
-    walk = Walk(p.shape, SharedRows{s.rows});
+    Walk& walk = *new (s.tile_walk) Walk(p.shape, SharedRows{s.rows});
     uint32_t* tickets = &p.control(p.rank).ticket.value;
     Cursor<kStages> at;
     Cursor<kTaskSlots> slot;
@@ -66,19 +65,11 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         const TensorMap& map = linear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
         int32_t y = int32_t(index * num_blocks * kTileN);
-        // The first of the CTAs that share a weight tile brings it from memory into L2.
-        const bool prefetch = task.box == kNumBoxes - 1 &&
-                              tile.first_row / p.shape.block_m % p.shape.wave_blocks == 0;
-        const uint8_t* tiles =
-            (linear1 ? p.w1_tiles : p.w2_tiles) + index * num_blocks * (kTileN * kBlockBytes);
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
-            ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot]);
-            if (kPrefetchBlocks && prefetch && kb + kPrefetchBlocks < num_blocks)
-                ptx::bulk_prefetch(tiles + uint64_t(kb + kPrefetchBlocks) * (kTileN * kBlockBytes),
-                                   kTileN * kBlockBytes);
+            ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
             ++fills;
             at.advance();
         }
@@ -116,6 +107,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
                            {Role::kMath, phase, Tag::kL2Full, blockIdx.x, p.rank, task.l2.slot});
         }
         if (!ok) continue;  // keep consuming tasks: their stream must end for every role
+        if (fills == 0) s.call.trace.stamp(kTraceFirstStage);
         ptx::fence_proxy_async();
         const uint32_t rows = box_rows(task.box), block_m = p.shape.block_m;
         const uint32_t ring_slot = linear1 ? task.l1.slot : task.l2.slot;
@@ -131,7 +123,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
             }
             ptx::arrive_expect(s.stage_full[at.slot], rows * (kBlockBytes + (kFp8 ? 4 : 0)));
             ptx::tma_load(s.x[at.slot], map, int32_t(kb * kBlockK), int32_t(ring_slot * block_m),
-                          s.stage_full[at.slot]);
+                          s.stage_full[at.slot], ptx::kEvictLast);
             if constexpr (kFp8)
                 ptx::bulk_load(s.x_scale[at.slot], scale + kb * block_m, rows * 4,
                                s.stage_full[at.slot]);

@@ -82,7 +82,8 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
             MEGAMOE_FEW(5)
             MEGAMOE_FEW(6)
 #undef MEGAMOE_FEW
-                default : many_rows(p, s);
+            default:
+                many_rows(p, s);
         }
         if (threadIdx.x == 0)
             s.call.trace.add(s.task[s.math[0].task.slot].kind == TileKind::kLinear1 ? kTraceTiles1

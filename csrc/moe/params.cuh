@@ -49,13 +49,12 @@ struct MoEParams {
     uint32_t rank;
     uint32_t num_tokens;
     uint64_t timeout_ns;
-    const int32_t* topk_idx;             // [T, K], -1 masked
-    const float* topk_weight;            // [T, K]
-    const uint8_t *w1_tiles, *w2_tiles;  // what the maps w1 and w2 describe
-    const float* w1_scale;               // [experts, kL1Tiles, scale_floats(H)]: gate, up
-    const float* w2_scale;  // [experts, kL2Tiles, scale_floats(I)]: rows 0..127, 128..255
-    uint8_t* y;             // [T] BF16 rows
-    float swiglu_clamp;     // <= 0: none
+    const int32_t* topk_idx;   // [T, K], -1 masked
+    const float* topk_weight;  // [T, K]
+    const float* w1_scale;     // [experts, kL1Tiles, scale_floats(H)]: gate, up
+    const float* w2_scale;     // [experts, kL2Tiles, scale_floats(I)]: rows 0..127, 128..255
+    uint8_t* y;                // [T] BF16 rows
+    float swiglu_clamp;        // <= 0: none
     uint32_t reserved;
     uint64_t* trace;            // [CTAs][kNumTraceSlots], or null
     uint8_t* bases[kMaxRanks];  // windows, as mapped here

@@ -1,80 +1,58 @@
 // Pull: one warp of each CTA copies rows from peers' inputs into the L1 ring, in ticket order.
 //
-// The rows of a call, in block order, are dealt to the CTAs in turn. A row travels as pieces of at
-// most kPullBytes, peer -> shared memory -> ring, with three pieces on their way in while a fourth
-// is on its way out. Rows are announced a few pieces later, when their last piece has been written;
-// all are announced before the warp blocks on a ring slot, because that slot may depend on them.
+// A row travels as pieces of at most 4 KB, peer -> shared memory -> ring, with three pieces
+// on their way in while a fourth is on its way out. Rows are announced a few pieces later, when
+// their last piece has been written; all are announced before the warp blocks on a ring slot,
+// because that slot may depend on them.
 #pragma once
 
 #include "moe/dispatch.cuh"
 
 namespace megamoe::moe {
 
-inline constexpr uint32_t kXRowBytes = kHidden * kElementBytes;
-inline constexpr uint32_t kPieces = ceil_div(kXRowBytes, kPullBytes);
-inline constexpr uint32_t kPieceBytes = align_up(ceil_div(kXRowBytes, kPieces), 16);
-inline constexpr uint32_t kXGroups = kHidden / kGroup;
-// Bulk copies are made of 16 bytes; other rows of scales are read word by word.
-inline constexpr bool kBulkScales = kFp8 && kXGroups % 4 == 0;
-
 class Puller {
   public:
     MEGAMOE_DEVICE Puller(const MoEParams& p, SharedStorage& s) : p_(p), s_(s) {}
 
-    // Collects this CTA's rows, up to 32 at a time, and copies them.
+    // The rows of the call, in the order of the walks, are dealt to the CTAs in turn.
     MEGAMOE_DEVICE void run() {
-        using Walk = WaveWalk<SharedRows>;
-        Walk& walk = *reinterpret_cast<Walk*>(s_.wave_walk);
-        if (ptx::lane() == 0) walk = Walk(p_.shape, SharedRows{s_.rows});
         ptx::fence_proxy_async();  // peers' rows, acquired with their counts: hand-off 3
-        uint32_t turn = 0;         // rows of the blocks so far, modulo the CTAs
-        uint32_t jobs = 0;
-        bool go = true;
-        while (go && next(walk)) {
-            const uint32_t expert_rows = s_.rows[s_.wave.expert];
-            for (uint32_t m = 0; m < s_.wave.num_blocks; ++m) {
-                const uint32_t first = s_.wave.first_row + m * p_.shape.block_m;
-                const uint32_t n = min(p_.shape.block_m, expert_rows - first);
-                uint32_t r = blockIdx.x >= turn ? blockIdx.x - turn : blockIdx.x + gridDim.x - turn;
-                turn = (turn + n) % gridDim.x;
-                for (; r < n; r += gridDim.x) {
-                    if (ptx::lane() == 0)
-                        s_.job[jobs] = {s_.wave.expert, first + r, s_.wave.first_block + m, r,
-                                        r + 1 == n ? p_.shape.block_m - n + 1 : 1};
-                    if (++jobs == kPullJobs) {
-                        go = go && copy(jobs);
-                        jobs = 0;
-                    }
-                }
-            }
-        }
-        if (go && jobs) copy(jobs);
-        if (ptx::lane() == 0) {
-            s_.call.num_blocks = walk.blocks_so_far();
-            s_.call.trace.stamp(kTracePulled);
-        }
+        const uint32_t rows = s_.row_begin[p_.shape.total_experts()];
+        bool ok = true;
+        for (uint32_t first = blockIdx.x; ok && first < rows; first += kPullJobs * gridDim.x)
+            ok = copy(first, min(kPullJobs, ceil_div(rows - first, gridDim.x)));
+        if (ptx::lane() == 0) s_.call.trace.stamp(kTracePulled);
     }
 
   private:
-    MEGAMOE_DEVICE bool next(WaveWalk<SharedRows>& walk) {
-        __syncwarp();
-        uint32_t more = 0;
-        if (ptx::lane() == 0) more = walk.next(s_.wave);
-        return __shfl_sync(~0u, more, 0);
+    // Finds a row of the call: its expert, by bisection, and its place in the ring.
+    MEGAMOE_DEVICE PullJob find(uint32_t row) {
+        uint32_t low = 0, high = p_.shape.total_experts();  // row_begin[low] <= row < [high]
+        while (high - low > 1) {
+            const uint32_t middle = (low + high) / 2;
+            if (s_.row_begin[middle] <= row)
+                low = middle;
+            else
+                high = middle;
+        }
+        const uint32_t expert = expert_at(p_, low), block_m = p_.shape.block_m;
+        const uint32_t of_expert = row - s_.row_begin[low], block = of_expert / block_m;
+        const RowSource from = row_source(p_, s_, expert, of_expert);
+        const L1Slot slot = l1_slot(p_.shape, s_.call.block_base + s_.block_begin[low] + block);
+        const uint32_t in_block = of_expert % block_m;
+        const bool last = of_expert + 1 == s_.rows[expert];  // brings the block's padding with it
+        return {p_.at(from.rank, Region::kInput, from.token),
+                p_.at(from.rank, Region::kInputScale, from.token),
+                in_block,
+                last ? block_m - in_block : 1,
+                slot.slot,
+                slot.free_target};
     }
 
-    // Copies the rows of jobs 0..n-1.
-    MEGAMOE_DEVICE bool copy(uint32_t n) {
+    // Copies n rows of the call: first, first + gridDim.x, …
+    MEGAMOE_DEVICE bool copy(uint32_t first, uint32_t n) {
         __syncwarp();
-        if (ptx::lane() < n) {
-            PullJob& job = s_.job[ptx::lane()];
-            const RowSource from = row_source(p_, s_, job.expert, job.row);
-            const L1Slot slot = l1_slot(p_.shape, s_.call.block_base + job.block);
-            job.x = p_.at(from.rank, Region::kInput, from.token);
-            job.x_scale = p_.at(from.rank, Region::kInputScale, from.token);
-            job.slot = slot.slot;
-            job.free_target = slot.free_target;
-        }
+        if (ptx::lane() < n) s_.job[ptx::lane()] = find(first + ptx::lane() * gridDim.x);
         __syncwarp();
         in_ = out_ = announced_ = 0;
         bool ok = true;

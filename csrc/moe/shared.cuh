@@ -6,11 +6,6 @@
 
 namespace megamoe::moe {
 
-#ifndef MEGAMOE_PREFETCH
-#define MEGAMOE_PREFETCH 8
-#endif
-// Blocks of K by which weights are brought into L2 ahead of their load; 0: not.
-inline constexpr uint32_t kPrefetchBlocks = MEGAMOE_PREFETCH;
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kTaskSlots = 3;
 inline constexpr uint32_t kMathThreads = 256, kMathWarps = 8;
@@ -20,7 +15,14 @@ inline constexpr uint32_t kMathRegisters = 232, kOtherRegisters = 40;
 // Named barriers; 0 is __syncthreads.
 inline constexpr int kMathBarrier = 1;
 
-inline constexpr uint32_t kPullBuffers = 4, kPullBytes = 4096, kPullJobs = 32;
+// Rows travel in pieces of at most 4 KB.
+inline constexpr uint32_t kPullBuffers = 4, kPullJobs = 32;
+inline constexpr uint32_t kXRowBytes = kHidden * kElementBytes;
+inline constexpr uint32_t kPieces = ceil_div(kXRowBytes, 4096);
+inline constexpr uint32_t kPieceBytes = align_up(ceil_div(kXRowBytes, kPieces), 16);
+inline constexpr uint32_t kXGroups = kHidden / kGroup;
+// Bulk copies are made of 16 bytes; other rows of scales are read word by word.
+inline constexpr bool kBulkScales = kFp8 && kXGroups % 4 == 0;
 inline constexpr uint32_t kScaleFloats = scale_floats(kHidden) > scale_floats(kInter)
                                              ? scale_floats(kHidden)
                                              : scale_floats(kInter);
@@ -56,11 +58,10 @@ struct Task {
 
 // A row on its way into the L1 ring.
 struct PullJob {
-    uint32_t expert, row;        // of the local expert
-    uint32_t block, in_block;    // of the call, and the row's place in it
+    const uint8_t *x, *x_scale;  // at its source
+    uint32_t in_block;
     uint32_t weight;             // what its arrival counts: 1, and the block's padding
     uint32_t slot, free_target;  // of the ring
-    const uint8_t *x, *x_scale;  // at its source
 };
 
 // What a math warp remembers from task to task. Not in registers, which accumulators fill.
@@ -73,22 +74,23 @@ struct MathState {
 struct SharedStorage {
     alignas(1024) uint8_t w[kStages][kTileN * kBlockBytes];
     alignas(1024) uint8_t x[kStages][kMaxBlockM * kBlockBytes];
-    alignas(128) uint8_t pull[kPullBuffers][kPullBytes];
+    alignas(128) uint8_t pull[kPullBuffers][align_up(kPieceBytes, 128)];
     alignas(128) float x_scale[kStages][kMaxBlockM];
-    alignas(128) float pull_scale[kPullBuffers][align_up(kHidden / kGroup, 32)];
+    alignas(128) float pull_scale[kPullBuffers][align_up(kXGroups, 32)];
     alignas(16) float w_scale[kTaskSlots][kScaleFloats];
     uint64_t row_target[kMaxBlockM];  // where each row of the Linear 2 task goes
     uint32_t amax[3][kMaxBlockM];
     MathState math[kMathWarps];
     uint32_t count[kMaxExperts], begin[kMaxExperts];  // [R][E_l]: rows, position in the route list
     uint32_t rows[kMaxExperts + kMaxShared];          // of a local expert
+    // In the order of the walks (expert_at): rows and blocks before the expert; one more at the
+    // end.
+    uint32_t row_begin[kMaxExperts + kMaxShared + 1], block_begin[kMaxExperts + kMaxShared + 1];
     uint2 scan[2][kThreads / 32];
     Task task[kTaskSlots];
     PullJob job[kPullJobs];
-    // Walks live here because the roles that use them have few registers.
+    // Lives here because the role that walks has few registers.
     alignas(8) uint8_t tile_walk[sizeof(TileWalk<SharedRows>)];
-    alignas(8) uint8_t wave_walk[sizeof(WaveWalk<SharedRows>)];
-    Wave wave;
     CallState call;
     uint32_t fills[2];  // stages filled by the weight and by the activation role
     // A stage is full when both its weights and its activations have arrived.

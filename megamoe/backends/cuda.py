@@ -78,8 +78,6 @@ class _MoEParams(ctypes.Structure):
         ("timeout_ns", ctypes.c_uint64),
         ("topk_idx", ctypes.c_uint64),
         ("topk_weight", ctypes.c_uint64),
-        ("w1_tiles", ctypes.c_uint64),
-        ("w2_tiles", ctypes.c_uint64),
         ("w1_scale", ctypes.c_uint64),
         ("w2_scale", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
@@ -132,10 +130,14 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
         raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
     if spec.num_experts > _MAX_EXPERTS:
         raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
-    mean = config.max_tokens * spec.topk * config.num_ranks // spec.num_experts
-    rings = min(config.max_blocks(spec), 64)
+    # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
+    mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
+    busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
+    # Room for every expert's block when each has few rows, so that no pull waits for a slot.
+    local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
+    rings = min(config.max_blocks(spec), max(64, local + 8) if busy == 1 else 64)
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
-    wave = config.wave_blocks or max(1, min(8, -(-mean // config.block_m), b1, b2))
+    wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
     lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
     chosen = replace(
         config, ring_l1_blocks=b1, ring_l2_blocks=b2, wave_blocks=wave, l2_lag_blocks=lag
@@ -297,8 +299,6 @@ class CudaSession:
         params = _MoEParams(
             rank=self._rank,
             timeout_ns=int(config.timeout_s * 1e9),
-            w1_tiles=self._w[0].data_ptr(),
-            w2_tiles=self._w[1].data_ptr(),
             w1_scale=self._w_scale[0].data_ptr(),
             w2_scale=self._w_scale[1].data_ptr(),
             swiglu_clamp=spec.swiglu_clamp or 0.0,

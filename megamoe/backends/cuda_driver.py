@@ -34,6 +34,10 @@ class Module:
     """A loaded cubin; unloaded when it is garbage."""
 
     def __init__(self, image: bytes) -> None:
+        from cuda.bindings import runtime
+
+        # Makes the device's primary context current, where torch has not yet done so.
+        _check(runtime.cudaFree(0), "starting CUDA")
         self._handle = _check(_driver().cuModuleLoadData(image), "loading a kernel")
 
     def function(self, name: str) -> Any:
@@ -88,7 +92,12 @@ class Kernel:
 
 
 def tensor_map(
-    address: int, *, columns: int, rows: int, box: tuple[int, int], element_bytes: int
+    address: int,
+    *,
+    columns: int,
+    rows: int,
+    box: tuple[int, int],
+    element_bytes: int,
 ) -> bytes:
     """A 2D map of contiguous rows, boxes of ``(columns, rows)``, 128-byte swizzle: 128 bytes."""
     driver = _driver()
