@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "cpu/gemm.hpp"
 #include "cpu/isa.hpp"
 #include "megamoe/fault.hpp"
 
@@ -47,9 +48,10 @@ nb::dict describe() {
     d["shape_fields"] = names(kShape);
     d["fault_fields"] = names(kFault);
     nb::list isas;
-    for (auto isa : {cpu::Isa::kPortable, cpu::Isa::kAvx2, cpu::Isa::kAvx512, cpu::Isa::kAmx})
+    for (cpu::Isa isa : cpu::kAllIsas)
         if (cpu::isa_available(isa)) isas.append(cpu::isa_name(isa));
     d["cpu_isas"] = isas;
+    d["cpu_l2_tile_n"] = cpu::kL2TileN;
     return d;
 }
 

@@ -16,8 +16,6 @@
 namespace megamoe::cpu {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx};
-
 #if defined(__x86_64__)
 
 // __builtin_cpu_supports also asks whether the operating system saves the registers.
@@ -97,7 +95,7 @@ Isa best_isa() {
     const std::string name = forced == nullptr ? "" : forced;
     Isa best = Isa::kPortable;
     std::string names;
-    for (Isa isa : kAll) {
+    for (Isa isa : kAllIsas) {
         if (!isa_available(isa)) continue;
         if (name == isa_name(isa)) return isa;
         names += std::string(names.empty() ? "" : ", ") + isa_name(isa);

@@ -5,6 +5,7 @@ namespace megamoe::cpu {
 
 // Ascending: a machine that runs one usually runs those before it (kAvx2 and up: x86-64 only).
 enum class Isa { kPortable, kAvx2, kAvx512, kAmx };
+inline constexpr Isa kAllIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kAmx};
 
 const char* isa_name(Isa isa);  // "portable", "avx2", "avx512", "amx"
 
