@@ -27,14 +27,14 @@ CpuMath::CpuMath(const MoEShape& shape, const TileFns& fns, float clamp)
       gemm_{int(shape.hidden), int(shape.inter), shape.is_fp8 != 0},
       fns_(fns),
       clamp_(clamp),
-      weights_(shape.total_experts() * (align_up(fns.packed_w1_bytes(gemm_), kAlign) +
-                                        align_up(fns.packed_w2_bytes(gemm_), kAlign))),
+      weights_(shape.total_experts() * (fns.packed_w1_bytes(gemm_) + fns.packed_w2_bytes(gemm_))),
       experts_(shape.total_experts()) {
+    // Packed sizes are multiples of kAlign, so every weight begins on a cache line.
     uint8_t* place = weights_.data();
     for (PackedExpert& e : experts_) {
         e.w1 = place;
-        e.w2 = e.w1 + align_up(fns.packed_w1_bytes(gemm_), kAlign);
-        place = e.w2 + align_up(fns.packed_w2_bytes(gemm_), kAlign);
+        e.w2 = e.w1 + fns.packed_w1_bytes(gemm_);
+        place = e.w2 + fns.packed_w2_bytes(gemm_);
     }
     units_.resize(shape.num_units);
     for (Unit& unit : units_) {
@@ -52,7 +52,7 @@ void CpuMath::load_expert(uint32_t index, const void* w1, const float* w1_scale,
     fns_.pack_w1(e.w1, w1, gemm_);
     fns_.pack_w2(e.w2, w2, gemm_);
     if (!shape_.is_fp8) return;
-    const size_t blocks = size_t(shape_.inter / 128) * (shape_.hidden / 128);
+    const size_t blocks = size_t(shape_.h_groups()) * shape_.x_groups();
     e.w1_scale.assign(w1_scale, w1_scale + 2 * blocks);
     e.w2_scale.assign(w2_scale, w2_scale + blocks);
 }

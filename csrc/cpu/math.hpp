@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -65,7 +66,7 @@ class CpuMath {
                           reinterpret_cast<float*>(shape_.is_fp8 ? h_scale : nullptr),
                           units_[unit].scratch.get());
     }
-    // Returns [num_rows, 128] BF16, valid until the unit's next tile.
+    // Returns [num_rows, l2_tile_n] BF16, valid until the unit's next tile.
     const uint8_t* linear2(uint32_t unit, const Tile& tile, const uint8_t* h,
                            const uint8_t* h_scale) {
         const PackedExpert& e = experts_[tile.expert];
