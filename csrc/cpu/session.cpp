@@ -79,9 +79,8 @@ std::vector<uint32_t> Session::host_barrier(double limit_s) {
     while (true) {
         std::vector<uint32_t> missing;
         for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
-            const auto* word = windows_.ptr<uint32_t>(rank_, Region::kHostBarrier, peer);
-            if (!reached(CpuSync::load(const_cast<uint32_t*>(word)), host_generation_))
-                missing.push_back(peer);
+            auto* word = windows_.ptr<uint32_t>(rank_, Region::kHostBarrier, peer);
+            if (!reached(CpuSync::load(word), host_generation_)) missing.push_back(peer);
         }
         const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
         if (missing.empty() || waited.count() > limit_s) return missing;
