@@ -1,4 +1,4 @@
-// The instruction set as a Python dictionary; part of `native.describe()`.
+// The instruction set as a Python dictionary: `native.describe_instruction()`.
 #pragma once
 
 #include <nanobind/nanobind.h>
