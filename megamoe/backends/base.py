@@ -6,11 +6,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from megamoe import native
+from megamoe.errors import SpecError
+from megamoe.spec import MoESpec
+from megamoe.symmetric.base import Rendezvous, agree
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Counters", "Session"]
+__all__ = ["Counters", "Session", "hopper_available", "need_same_layer"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,33 @@ class Counters:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return asdict(self)
+
+
+def hopper_available() -> bool:
+    """Whether the current CUDA device runs the kernels: compute capability 9.0."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def need_same_layer(rendezvous: Rendezvous, spec: MoESpec, shape: native.MoEShape) -> None:
+    """Collective: checks that every rank opens the same layer, before anything is allocated.
+
+    Raises:
+        SpecError: on every rank, if any two differ; says in what.
+    """
+    mine = {name: getattr(shape, name) for name in native.describe()["shape_fields"]}
+    mine["swiglu_clamp"] = spec.swiglu_clamp
+    said = agree(rendezvous, "opening the layer", mine)
+    differ = [
+        f"{name} = {', '.join(str(theirs[name]) for theirs in said)}"
+        for name in mine
+        if any(theirs[name] != mine[name] for theirs in said)
+    ]
+    if differ:
+        raise SpecError(
+            f"ranks disagree about the layer's shape or configuration (by rank: "
+            f"{'; '.join(differ)}): pass the same MoESpec and EpConfig on every rank, and set "
+            "num_workers where ranks see different cores"
+        )
 
 
 class Session(Protocol):

@@ -9,19 +9,19 @@ from collections.abc import Iterable
 from torch import Tensor, bfloat16
 
 from megamoe import native
-from megamoe.backends.base import Counters
+from megamoe.backends.base import Counters, need_same_layer
 from megamoe.errors import BackendUnavailable, GroupBroken, MegaMoeError, PeerTimeout
 from megamoe.layout import window_layout
 from megamoe.spec import EpConfig, MoESpec
-from megamoe.symmetric.base import Rendezvous, SymmetricMemory, agree
+from megamoe.symmetric.base import Rendezvous, SymmetricMemory
 from megamoe.symmetric.local import LocalMemory, LocalRendezvous
 from megamoe.symmetric.shm import SharedMemory
 from megamoe.weights import ExpertWeights, check_expert
 
-__all__ = ["L2_TILE_N", "CpuSession", "cpu_shape"]
+__all__ = ["CpuSession", "cpu_shape"]
 
-L2_TILE_N = 128
 _OPEN_LIMIT_S = 300.0
+"""Limit of the first meeting: peers may still be reserving shared memory."""
 
 
 def cpu_shape(spec: MoESpec, config: EpConfig) -> native.MoEShape:
@@ -29,7 +29,11 @@ def cpu_shape(spec: MoESpec, config: EpConfig) -> native.MoEShape:
     cores = len(os.sched_getaffinity(0))
     units = config.num_workers or max(1, cores // config.num_ranks)
     return native.make_shape(
-        spec, config.resolved(spec), num_units=units, num_pullers=1, l2_tile_n=L2_TILE_N
+        spec,
+        config.resolved(spec),
+        num_units=units,
+        num_pullers=1,
+        l2_tile_n=native.describe()["cpu_l2_tile_n"],
     )
 
 
@@ -41,17 +45,12 @@ class CpuSession:
 
         Raises:
             SymmetricMemoryError: a rank could not allocate or map; on every rank.
-            SpecError: ranks disagree about the shape.
+            SpecError: ranks disagree about the layer; on every rank.
         """
         self._spec, self._config = spec, config.resolved(spec)
         shape = cpu_shape(spec, config)
         layout = window_layout(shape)
-        said = agree(rendezvous, "opening the layer", {"shape": shape.to_bytes().hex()})
-        if len({s["shape"] for s in said}) > 1:
-            raise MegaMoeError(
-                "ranks disagree about the layer's shape or configuration: pass the same MoESpec "
-                "and EpConfig on every rank, and set num_workers where ranks see different cores"
-            )
+        need_same_layer(rendezvous, spec, shape)
         memory: SymmetricMemory = (
             LocalMemory(rendezvous)
             if isinstance(rendezvous, LocalRendezvous)
