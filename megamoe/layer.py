@@ -16,13 +16,13 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from megamoe.backends.base import Counters, Session
+from megamoe.backends.base import Counters, Session, hopper_available
 from megamoe.errors import BackendUnavailable, CapacityError, InputError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, find_rendezvous
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Backend", "MoELayer", "open_layer"]
+__all__ = ["Backend", "MoELayer", "choose_backend", "open_layer"]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
@@ -66,12 +66,10 @@ class MoELayer:
             PeerTimeout: a rank did not come, or came too late; see ``reset``.
         """
         hidden, scale = (x, None) if isinstance(x, Tensor) else x
-        idx = self._check(hidden, scale, topk_idx, topk_weight)
-        out = torch.empty(
-            (hidden.shape[0], self.spec.hidden), dtype=torch.bfloat16, device=hidden.device
-        )
+        self._check(hidden, scale, topk_idx, topk_weight)
+        out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
         self._session.stage(hidden, scale)
-        self._session.run_moe(idx, topk_weight, out)
+        self._session.run_moe(topk_idx.int().contiguous(), topk_weight.contiguous(), out)
         return out
 
     def counters(self) -> Counters:
@@ -107,8 +105,8 @@ class MoELayer:
 
     def _check(
         self, x: Tensor, scale: Tensor | None, topk_idx: Tensor, topk_weight: Tensor
-    ) -> Tensor:
-        """Everything that can be wrong with a call; returns the ids as int32."""
+    ) -> None:
+        """Everything that can be wrong with a call."""
         spec = self.spec
         if x.dim() != 2 or x.shape[1] != spec.hidden:
             raise InputError(f"x has shape {tuple(x.shape)}: must be [T, {spec.hidden}]")
@@ -145,9 +143,12 @@ class MoELayer:
                 f"topk_weight is {topk_weight.dtype} {tuple(topk_weight.shape)}: must be float32 "
                 f"{list(routes)}"
             )
-        devices = {t.device for t in (x, topk_idx, topk_weight)}
-        if len(devices) > 1:
-            raise InputError(f"tensors are on {sorted(map(str, devices))}: put them on one device")
+        devices = {t.device for t in (x, scale, topk_idx, topk_weight) if t is not None}
+        if len(devices) > 1 or x.device.type != self.backend:
+            given = ", ".join(sorted(map(str, devices)))
+            raise InputError(
+                f"tensors are on {given}: put all of them on one {self.backend} device"
+            )
         if topk_idx.device.type == "cpu" and num_tokens:
             low, high = int(topk_idx.min()), int(topk_idx.max())
             if low < -1 or high >= spec.num_experts:
@@ -157,7 +158,19 @@ class MoELayer:
                     f"topk_idx[{row}, {col}] = {bad}: must be an expert 0..{spec.num_experts - 1}, "
                     "or -1 for none"
                 )
-        return topk_idx.to(torch.int32)
+
+
+def choose_backend(backend: Backend) -> Literal["cpu", "cuda"]:
+    """What ``"auto"`` stands for on this machine; the others stand for themselves.
+
+    Raises:
+        BackendUnavailable: no such backend.
+    """
+    if backend == "auto":
+        return "cuda" if hopper_available() else "cpu"
+    if backend not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"backend = {backend!r}: must be 'auto', 'cpu' or 'cuda'")
+    return backend
 
 
 def open_layer(
@@ -180,15 +193,11 @@ def open_layer(
         SymmetricMemoryError: a window could not be allocated or mapped, on any rank.
         BackendUnavailable: ``"cuda"`` asked for on a machine that cannot run it.
     """
-    if backend not in ("auto", "cpu", "cuda"):
-        raise BackendUnavailable(f"backend = {backend!r}: must be 'auto', 'cpu' or 'cuda'")
-    spec.experts_per_rank(config.num_ranks)
-    config.resolved(spec)
+    chosen = choose_backend(backend)
+    resolved = config.resolved(spec)
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)
-    if backend == "auto":
-        backend = "cuda" if torch.cuda.is_available() else "cpu"
     session: Session
-    if backend == "cuda":
+    if chosen == "cuda":
         from megamoe.backends.cuda import CudaSession
 
         session = CudaSession(spec, config, rendezvous)
@@ -196,4 +205,4 @@ def open_layer(
         from megamoe.backends.cpu import CpuSession
 
         session = CpuSession(spec, config, rendezvous)
-    return MoELayer(spec, config.resolved(spec), session, rendezvous.rank, backend)
+    return MoELayer(spec, resolved, session, rendezvous.rank, chosen)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megamoe.errors import CapacityError, InputError, MegaMoeError, SpecError, SymmetricMemoryError
+from megamoe.errors import (
+    BackendUnavailable,
+    CapacityError,
+    InputError,
+    MegaMoeError,
+    SpecError,
+    SymmetricMemoryError,
+)
 from megamoe.layer import open_layer
 from megamoe.spec import MODELS, EpConfig, MoESpec
 from megamoe.weights import random_experts
+from tests.groups import run_group
 
 SPEC = MoESpec(hidden=128, inter=128, num_experts=4, topk=2)
 ONE = EpConfig(num_ranks=1, max_tokens=8, block_m=8, timeout_s=5)
@@ -54,6 +63,16 @@ def with_id(value):
             ((inputs()[0].to(torch.float8_e4m3fn), torch.ones(3, 2)), *inputs()[1:]),
             InputError,
             ["scales", "(3, 2)", "[3, 1]"],
+        ),
+        ((inputs()[0].to("meta"), *inputs()[1:]), InputError, ["cpu, meta", "one cpu device"]),
+        ([t.to("meta") for t in inputs()], InputError, ["on meta", "one cpu device"]),
+        (
+            (
+                (inputs()[0].to(torch.float8_e4m3fn), torch.ones(3, 1, device="meta")),
+                *inputs()[1:],
+            ),
+            InputError,
+            ["cpu, meta"],
         ),
     ],
 )
@@ -102,6 +121,46 @@ def test_bad_config(change, error, words):
         open_layer(SPEC, EpConfig(**fields), backend="cpu")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_unknown_backend():
+    with pytest.raises(BackendUnavailable, match=r"'tpu'.*'auto', 'cpu' or 'cuda'"):
+        open_layer(SPEC, ONE, backend="tpu")
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "words"),
+    [
+        ({}, {"max_tokens": 9}, "max_tokens = 8, 9"),
+        ({}, {"num_workers": 5}, "num_units = 1, 5"),
+        ({"topk": 3}, {}, "topk = 2, 3"),
+        ({"swiglu_clamp": 7.0}, {}, "swiglu_clamp = None, 7.0"),
+    ],
+)
+def test_ranks_that_disagree(spec, config, words):
+    """Every rank is told, and in what they differ."""
+    told = []
+
+    def body(rendezvous):
+        mine, how = SPEC, replace(ONE, num_ranks=2, num_workers=1, ring_l1_blocks=1, wave_blocks=1)
+        if rendezvous.rank == 1:
+            mine, how = replace(mine, **spec), replace(how, **config)
+        with pytest.raises(SpecError, match="ranks disagree") as caught:
+            open_layer(mine, how, backend="cpu", rendezvous=rendezvous)
+        told.append(str(caught.value))
+
+    run_group(2, body)
+    assert len(told) == 2
+    assert all(words in text for text in told), told
+
+
+def test_inputs_need_not_be_contiguous(layer):
+    x = torch.randn(3, 256).bfloat16()
+    ids = torch.tensor([[0, 3, 1], [1, 2, 0]])
+    weight = torch.rand(2, 3)
+    strided = layer.run(x[:, ::2], ids.T, weight.T)
+    dense = layer.run(x[:, ::2].contiguous(), ids.T.contiguous(), weight.T.contiguous())
+    assert torch.equal(strided, dense)
 
 
 def test_missing_weights():
