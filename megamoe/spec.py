@@ -116,7 +116,8 @@ class EpConfig:
         ring_l2_blocks: B2, blocks of the ring of intermediates; 0 picks the recommendation.
         wave_blocks: consecutive blocks of one expert that share a pass over its weights; 0 picks
             the recommendation. At most min(B1, B2).
-        l2_lag_blocks: blocks by which Linear 2 trails Linear 1; limited by B2.
+        l2_lag_blocks: blocks by which Linear 2 trails Linear 1; 0 picks half of B2. At most B2 less
+            a wave.
         num_workers: CPU worker threads per rank (the CTAs of the CPU backend); 0 divides the
             cores over the ranks. A GPU uses its SM count less ``reserved_sms``.
         reserved_sms: SMs left to other streams (GPU).
@@ -143,7 +144,9 @@ class EpConfig:
         for field in ("ring_l1_blocks", "ring_l2_blocks"):
             value = getattr(self, field)
             if value < 0:
-                raise CapacityError(f"{field} = {value}: the smallest ring has 1 block")
+                raise CapacityError(
+                    f"{field} = {value}: the smallest ring has 1 block; 0 picks the recommendation"
+                )
         for field in ("wave_blocks", "l2_lag_blocks", "num_workers", "reserved_sms"):
             _need(getattr(self, field) >= 0, field, getattr(self, field), "0 (choose) or positive")
         _need(self.timeout_s > 0, "timeout_s", self.timeout_s, "positive")
@@ -166,11 +169,11 @@ class EpConfig:
         most = self.max_blocks(spec)
         mean_rows = self.max_tokens * spec.topk * self.num_ranks // spec.num_experts
         wave = self.wave_blocks or max(1, min(8, -(-mean_rows // self.block_m)))
-        # Two waves keep pulling, Linear 1 and Linear 2 busy at once; more than the load is waste.
+        # One wave each for pulling, Linear 1 and Linear 2, and one spare; never more than the load.
         recommended = min(most, max(4 * wave, 16))
         b1 = self.ring_l1_blocks or recommended
         b2 = self.ring_l2_blocks or recommended
-        wave = min(wave, b1, b2) if not self.wave_blocks else wave
+        wave = self.wave_blocks or min(wave, b1, b2)
         if wave > min(b1, b2):
             raise CapacityError(
                 f"wave_blocks = {wave} exceeds a ring (L1 {b1}, L2 {b2} blocks): "
