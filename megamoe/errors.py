@@ -68,7 +68,7 @@ class FaultRecord:
         rank: the rank whose unit gave up.
         unit: CTA on a GPU, worker thread on a CPU.
         role: ``"dispatch"``, ``"math"`` or ``"combine"``.
-        phase: the phase of the call, e.g. ``"counts"`` or ``"linear2"``.
+        phase: the phase of the call, e.g. ``"exchange"`` or ``"linear2"``.
         tag: the wait, e.g. ``"l1_full"``.
         peer: the rank waited for; the own rank for a local wait.
         index: the slot, token or block waited on.

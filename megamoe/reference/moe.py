@@ -7,7 +7,7 @@ Exactness. Everything the contract fixes is followed bit by bit: quantisation, F
 128-column partials in ascending order, SwiGLU in FP32, BF16 slots, the FP32 fma chain of the
 combine, BF16 rounding of y. Inside one 128-column partial the sum is formed in FP64 and rounded
 once to FP32, where a kernel rounds after each product; that, and the last bits of ``exp``, are the
-only differences an implementation may show (``tests/compare.py`` derives what they amount to).
+only differences an implementation may show (``tolerance.py`` derives what they amount to).
 """
 
 from __future__ import annotations
