@@ -36,7 +36,7 @@ CONFIG_HEADER = "csrc/include/megamoe/config.hpp"
 _STANDARD_HEADER = re.compile(r"[a-z_]+")
 _CUDA_STANDARD_HEADER = re.compile(r"cuda/std/[a-z_]+")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
-_FOREIGN_PATH = re.compile(r"(?<![\w.~-])/(?:root|work|opt/pypi\S*|home/\w+|Users/\w+)/")
+_FOREIGN_PATH = re.compile(r"(?<![\w.~-])/(?:root|work|mnt|home/\w+|Users/\w+)/")
 
 
 def source_files(root: Path) -> list[Path]:

@@ -100,7 +100,7 @@ def test_no_path_of_one_machine_in_the_tree():
     assert tree_rules.check_foreign_paths(ROOT) == []
 
 
-@pytest.mark.parametrize("home", ["root", "home/someone", "Users/someone", "work"])
+@pytest.mark.parametrize("home", ["root", "home/someone", "Users/someone", "work", "mnt"])
 def test_a_path_of_one_machine_is_found(tmp_path, home):
     write(tmp_path, "a.py", f"ok = 'megamoe/work/x', '/usr/root/x'\nbad = '/{home}/models'\n")
     (problem,) = tree_rules.check_foreign_paths(tmp_path)
