@@ -36,9 +36,21 @@ def run_meta(**more: Any) -> dict[str, Any]:
         "cpu_isas": native.describe()["cpu_isas"],
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": " ".join(["megamoe", *sys.argv[1:]]),
+        "command": _command(),
         **more,
     }
+
+
+def _command() -> str:
+    """How this process was started, without the places of programs on this machine."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        start = Path(sys.argv[0]).name
+    elif "WORLD_SIZE" in os.environ:
+        start = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m {spec.name}"
+    else:
+        start = f"python -m {spec.name}"
+    return " ".join([start, *sys.argv[1:]])
 
 
 def _git(*args: str) -> str | None:

@@ -31,6 +31,8 @@ def test_two_rank_processes(tmp_path):
     done = subprocess.run([sys.executable, *args, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
+    started = "torchrun --nproc-per-node 2 -m launcher.stress --sizes 2 "
+    assert result["meta"]["command"].startswith(started)
     rows = result["rows"]
     assert len(rows) == 3 * len(stress.ROUTINGS) * len(stress.RINGS)
     assert all(r["bitwise_equal"] and r["ok"] for r in rows)
