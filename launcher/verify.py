@@ -12,6 +12,7 @@ from torch import Tensor
 from megamoe.reference.moe import moe_forward
 from megamoe.reference.tolerance import (
     FP8_TENSOR_CORE_BITS,
+    FP32_BITS,
     Closeness,
     Tolerance,
     closeness,
@@ -117,5 +118,5 @@ def against_oracle(
         {e: expert(e) for e in needed},
         shared,
     )
-    bits = FP8_TENSOR_CORE_BITS if on_gpu and spec.weight_dtype == "fp8" else 24
+    bits = FP8_TENSOR_CORE_BITS if on_gpu and spec.weight_dtype == "fp8" else FP32_BITS
     return judge(y[rows].cpu(), expected, oracle_tolerance(spec, len(rows), bits)), expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megamoe.reference.tolerance import (
+    FP32_BITS,
     Closeness,
     Tolerance,
     closeness,
@@ -31,7 +32,11 @@ def assert_close(
 
 
 def assert_matches_oracle(
-    actual: Tensor, expected: Tensor, spec: MoESpec, what: str = "", accumulator_bits: int = 24
+    actual: Tensor,
+    expected: Tensor,
+    spec: MoESpec,
+    what: str = "",
+    accumulator_bits: int = FP32_BITS,
 ) -> Closeness:
     """``actual`` [T, H] of an implementation against the oracle's ``expected``.
 

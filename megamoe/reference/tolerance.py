@@ -45,6 +45,7 @@ from megamoe.spec import GROUP, MoESpec
 
 __all__ = [
     "FP8_TENSOR_CORE_BITS",
+    "FP32_BITS",
     "Closeness",
     "Tolerance",
     "closeness",
@@ -52,6 +53,7 @@ __all__ = [
     "unquantised_tolerance",
 ]
 
+FP32_BITS: Final = 24
 FP8_TENSOR_CORE_BITS: Final = 14
 """Bits that Hopper's FP8 tensor core keeps inside one 128-column partial."""
 
@@ -108,7 +110,9 @@ def _poisson_bound(mean: float) -> float:
     return mean + 4 * math.sqrt(mean) + 2
 
 
-def oracle_tolerance(spec: MoESpec, num_tokens: int, accumulator_bits: int = 24) -> Tolerance:
+def oracle_tolerance(
+    spec: MoESpec, num_tokens: int, accumulator_bits: int = FP32_BITS
+) -> Tolerance:
     """Bounds for an implementation of the contract against the oracle; see the module.
 
     Args:
