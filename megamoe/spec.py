@@ -13,6 +13,7 @@ __all__ = [
     "INDEX_DIM",
     "INDEX_PAGE",
     "MAX_RANKS",
+    "MAX_SHARED",
     "MAX_TOPK",
     "MODELS",
     "AttentionPreSpec",
@@ -30,6 +31,7 @@ INDEX_DIM: Final = 128
 INDEX_PAGE: Final = 64
 """Keys of a page of the index cache."""
 MAX_TOPK: Final = 32
+MAX_SHARED: Final = 8
 MAX_RANKS: Final = 72
 """Ranks of the largest NVLink domain in sale."""
 
@@ -51,8 +53,8 @@ class MoESpec:
         inter: I, columns of the intermediate of one expert; a multiple of 128.
         num_experts: E, routed experts over all ranks.
         topk: K, routes per token, at most 32.
-        num_shared: shared experts of the same inter, computed on the token's own rank. A
-            checkpoint whose one shared expert has n * inter columns is n of these.
+        num_shared: S, shared experts of the same inter, at most 8, computed on the token's own
+            rank. A checkpoint whose one shared expert has n * inter columns is n of these.
         weight_dtype: ``"fp8"`` (e4m3 with FP32 scales per 128x128 block; activations e4m3 with
             FP32 scales per 1x128) or ``"bf16"`` (weights and activations).
         swiglu_clamp: c, or None. Gate is limited to at most c, up to [-c, c], before SwiGLU.
@@ -76,7 +78,8 @@ class MoESpec:
         _need(self.num_experts > 0, "num_experts", self.num_experts, "positive")
         limit = min(MAX_TOPK, self.num_experts)
         _need(1 <= self.topk <= limit, "topk", self.topk, f"in 1..{limit}")
-        _need(0 <= self.num_shared <= 8, "num_shared", self.num_shared, "in 0..8")
+        shared_ok = 0 <= self.num_shared <= MAX_SHARED
+        _need(shared_ok, "num_shared", self.num_shared, f"in 0..{MAX_SHARED}")
         _need(
             self.weight_dtype in ("fp8", "bf16"), "weight_dtype", self.weight_dtype, "fp8 or bf16"
         )
