@@ -1,6 +1,6 @@
-"""The layer against the oracle, and bit for bit against itself in every other configuration.
+"""The layer on CPU ranks against the oracle, and bit for bit against itself in every configuration.
 
-The same tests run for every backend; a GPU machine adds ``cuda`` (``-m gpu``).
+The GPU's counterpart is ``tests/gpu/test_moe.py``.
 """
 
 from __future__ import annotations
