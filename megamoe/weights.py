@@ -119,9 +119,13 @@ def random_expert(
         u = torch.rand(rows // GROUP, cols // GROUP, generator=generator) * 3 - 1.5
         factor = torch.exp2(u) * (scale / cols**0.5)
         w.view(rows // GROUP, GROUP, cols // GROUP, GROUP).mul_(factor[:, None, :, None])
-        if spec.weight_dtype == "fp8":
-            return quantize_128x128(w)
-        return w.bfloat16(), None
+        if spec.weight_dtype == "bf16":
+            return w.bfloat16(), None
+        # By bands of rows, so that a large expert needs one FP32 copy of itself and not several.
+        bands = [quantize_128x128(band) for band in w.split(_CHUNK_ROWS)]
+        q, scales = zip(*bands, strict=True)
+        codes = torch.cat([band.view(torch.uint8) for band in q]).view(torch.float8_e4m3fn)
+        return codes, torch.cat(scales)
 
     w1, w1_scale = weight(2 * spec.inter, spec.hidden)
     w2, w2_scale = weight(spec.hidden, spec.inter)
