@@ -275,16 +275,15 @@ def _print(summary: dict[str, Any], *, as_json: bool) -> None:
         print_json(summary)
         return
     ranks = table(
-        f"{summary['layer']} on {len(summary['ranks'])} {summary['backend']} ranks "
-        f"({summary['device']})",
+        f"{summary['layer']}",
         "rank",
         "tokens",
-        "routes sent",
-        "received",
-        "L1 ring used",
-        "L2 ring used",
-        "smallest rings",
-        "back-pressure",
+        "routes out",
+        "routes in",
+        "L1 ring",
+        "L2 ring",
+        "smallest",
+        "waits",
     )
     for rank in summary["ranks"]:
         wide, tight = rank["recommended_rings"], rank["smallest_rings"]
@@ -293,12 +292,18 @@ def _print(summary: dict[str, Any], *, as_json: bool) -> None:
             str(rank["tokens"]),
             str(rank["routes_sent"]),
             str(rank["routes_received"]),
-            f"{wide['high_water_l1']} of {wide['ring_l1_blocks']}",
-            f"{wide['high_water_l2']} of {wide['ring_l2_blocks']}",
-            f"{tight['high_water_l1']} and {tight['high_water_l2']} of 1",
-            f"{tight['backpressure_events']} waits",
+            f"{wide['high_water_l1']}/{wide['ring_l1_blocks']}",
+            f"{wide['high_water_l2']}/{wide['ring_l2_blocks']}",
+            f"{tight['high_water_l1']}/{tight['ring_l1_blocks']}",
+            str(tight["backpressure_events"]),
         )
     stdout.print(ranks)
+    stdout.print(
+        f"{len(summary['ranks'])} {summary['backend']} ranks ({summary['device']}). Rings: most "
+        "blocks in use / blocks. Smallest: the same call with rings of one block, and how often a "
+        "role had to wait for a free one.",
+        style="dim",
+    )
     checks = table("checks", "against", "tokens", "error", "allowed", "result")
     names = {
         "oracle": "oracle (same arithmetic)",

@@ -196,6 +196,7 @@ def run_in_group(
 
 def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> int:
     """Starts ``num_ranks`` processes of a module and returns the first failure's code, or 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -214,6 +215,8 @@ def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> i
             sys.stderr.write(f"error: rank {rank} was ended by signal {-code}\n")
             return EXIT_ERROR
         return code
+    except SignalException as told:  # torchrun has ended the ranks
+        return 128 + told.sigval
     return 0
 
 
