@@ -3,6 +3,9 @@
 python benchmarks/service_load.py                 # all three, about four minutes
 python benchmarks/service_load.py --seconds 5 --no-write
 
+python benchmarks/service_load.py --only steps --backend cuda --ranks 4 --shape v4-flash \
+    --clients 32 --output benchmarks/results/service_h200x4.json
+
 1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
    alone; latencies; resident memory of every process at a sixth of the time and at the end.
 2. ``kill``: the same while a rank is killed and the group restarts; every request is answered
@@ -10,6 +13,8 @@ python benchmarks/service_load.py --seconds 5 --no-write
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
    same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
    run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
+4. ``steps`` (on request, meant for GPUs): time in the layer of full steps, against the
+   bare layer on as many rows, and what the sensors' sampler costs the bare layer.
 """
 
 from __future__ import annotations
@@ -238,6 +243,127 @@ def cost_row(requests: int) -> dict:
     }
 
 
+# ---------------------------------------------------------------------- steps
+
+
+def steps_row(args: argparse.Namespace) -> dict:
+    """Full steps of the service against the bare layer on the same rows, same machine."""
+    import threading
+
+    import torch
+    from tritonclient.http import InferenceServerClient
+
+    from launcher.serve import _random_spec
+
+    spec = _random_spec(args.shape)
+    per_step = min(args.clients, 8 * args.ranks) * 128
+    max_tokens = per_step // args.ranks
+    options = ["--backend", args.backend, "--max-tokens", str(max_tokens), "--heartbeat", "5"]
+    bare = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={args.ranks}", __file__, "--bare", "--backend", args.backend,
+            "--shape", args.shape, "--tokens", str(max_tokens),
+        ],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    row = json.loads(bare.stdout.strip().splitlines()[-1])
+    kernels: list[float] = []
+    end = [0.0]
+    with Served(*options, ranks=args.ranks, shape=args.shape) as served:
+        served.wait_ready(500)
+
+        def client(seed: int) -> None:
+            case = make_tokens(
+                128, seed, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
+            )
+            body, size = InferenceServerClient.generate_request_body(inputs_of(*case))
+            headers = {"Inference-Header-Content-Length": str(size)}
+            link = http.client.HTTPConnection("127.0.0.1", served.port)
+            while time.monotonic() < end[0]:
+                _, fields, data = post(link, "/v2/models/moe/infer", bytes(body), headers)
+                head = int(fields["inference-header-content-length"])
+                times = json.loads(data[:head])["parameters"]
+                if times["step_tokens"] == per_step:
+                    kernels.append(times["kernel_us"] * 1e-6)
+
+        end[0] = time.monotonic() + args.seconds
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(args.clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    step_ms = round(statistics.median(kernels) * 1e3, 3) if kernels else None
+    return {
+        "name": "steps",
+        "shape": args.shape,
+        "backend": args.backend,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ranks": args.ranks,
+        "clients": args.clients,
+        "tokens_per_step": per_step,
+        "full_steps_seen": len(kernels) * 128 // per_step,
+        "step_ms": step_ms,
+        **row,
+        "ratio": round(step_ms / row["bare_ms"], 3) if step_ms else None,
+    }
+
+
+def bare(args: argparse.Namespace) -> None:
+    """One rank of the bare layer; rank 0 prints. Sensors are read in every second block."""
+    import torch
+    import torch.distributed as dist
+
+    from launcher.serve import _random_spec
+    from launcher.serving.rank import _gpu_uuid
+    from megamoe.layer import open_layer
+    from megamoe.spec import EpConfig
+    from megamoe.telemetry import Sampler
+    from megamoe.weights import random_experts
+
+    spec = _random_spec(args.shape)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = "cpu"
+    if args.backend == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
+    torch.set_num_threads(1)
+    config = EpConfig(num_ranks=ranks, max_tokens=args.tokens)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with open_layer(spec, config, backend=args.backend) as layer:
+        layer.load_weights(random_experts(spec, rank, ranks, 0))
+        x, ids, weights = make_tokens(
+            args.tokens, rank, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
+        )
+        tensors = [
+            torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16),
+            torch.from_numpy(ids),
+            torch.from_numpy(weights),
+        ]
+        tensors = [tensor.to(device) for tensor in tensors]
+        for block in range(9):
+            sampler = Sampler(_gpu_uuid(device))
+            if block % 2:
+                sampler.start(lambda _: None)
+            for _ in range(args.calls):
+                dist.barrier()
+                begun = time.perf_counter()
+                layer.run(*tensors)
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                took = torch.tensor([time.perf_counter() - begun])
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                if block:  # the first warms up
+                    times[bool(block % 2)].append(float(took))
+            sampler.stop()
+    quiet, sampled = (statistics.median(times[kind]) for kind in (False, True))
+    if rank == 0:
+        overhead = round(sampled / quiet - 1, 4)
+        print(json.dumps({"bare_ms": round(quiet * 1e3, 3), "telemetry_overhead": overhead}))
+    dist.destroy_process_group()
+
+
 def meta() -> dict:
     import torch
 
@@ -266,32 +392,43 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
-    parser.add_argument("--only", choices=["load", "kill", "cost"])
+    parser.add_argument("--only", choices=["load", "kill", "cost", "steps"])
+    parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
+    parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
+    parser.add_argument("--ranks", type=int, default=2, help="of steps")
+    parser.add_argument("--calls", type=int, default=30, help="per block of the bare layer")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=128, help=argparse.SUPPRESS)
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--echo-server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.echo_server:
         echo_server()
         return 0
+    if args.bare:
+        bare(args)
+        return 0
     result = {"meta": meta(), "rows": []}
-    if args.only and RESULT.exists():
+    if args.only and args.output.exists():
         # One figure anew, the others as they are.
-        old = json.loads(RESULT.read_text())["rows"]
+        old = json.loads(args.output.read_text())["rows"]
         result["rows"] = [row for row in old if row["name"] != args.only]
     makers = {
         "load": lambda: load_row("load", args.clients, args.seconds, kill=False),
         "kill": lambda: load_row("kill", args.clients, args.seconds, kill=True),
         "cost": lambda: cost_row(args.requests),
+        "steps": lambda: steps_row(args),
     }
     for name, make in makers.items():
-        if args.only in (None, name):
+        if args.only == name or (args.only is None and name != "steps"):
             row = make()
             print(json.dumps(row, indent=1))
             result["rows"].append(row)
     result["rows"].sort(key=lambda row: list(makers).index(row["name"]))
     if not args.no_write:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        args.output.parent.mkdir(exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any(row.get("wrong_or_lost") for row in result["rows"]) else 0
 
 
