@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,11 @@ def _bench(group: Group, options: BenchOptions, output: Path | None, *, as_json:
     if group.first:
         typed = " ".join(["megamoe bench moe", f"--ranks {group.num_ranks}", *sys.argv[1:]])
         meta = run_meta(
-            command=typed, backend=backend, device=device, transformers=_version("transformers")
+            command=typed,
+            backend=backend,
+            device=device,
+            transformers=_version("transformers"),
+            load_average=[round(load, 2) for load in os.getloadavg()],
         )
         found = {"meta": meta, "rows": rows}
         if output is not None:
