@@ -271,6 +271,7 @@ def _case(
         "idx": idx,
     }
     every = _gather(mine, num_ranks, members)
+    spread = skew([m["idx"] for m in every], spec)
     return {
         "routing": load.routing,
         "ring_blocks_l1": counters.ring_l1_blocks,
@@ -283,7 +284,8 @@ def _case(
         "backpressure_events": sum(m["events"] for m in every),
         "high_water_l1": max(m["l1"] for m in every),
         "high_water_l2": max(m["l2"] for m in every),
-        "max_over_mean": round(skew([m["idx"] for m in every], spec).max_over_mean, 3),
+        "max_over_mean": round(spread.max_over_mean, 3),
+        "skew": spread.to_dict(),
         "ok": all(m["same"] and not m["problem"] for m in every),
         "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
     }

@@ -39,6 +39,7 @@ def test_two_rank_processes(tmp_path):
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
     assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)
     assert max(r["max_over_mean"] for r in rows) == 2.0  # all_to_one
+    assert max(r["skew"]["empty_experts"] for r in rows) == 3  # one_expert
 
 
 def test_sees_a_flipped_bit(app, monkeypatch):
