@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,19 @@ from torch import Tensor
 
 from megamoe.errors import SymmetricMemoryError
 
-__all__ = ["GroupRendezvous", "Rendezvous", "SymmetricMemory", "Window", "agree", "find_rendezvous"]
+__all__ = [
+    "GroupRendezvous",
+    "Rendezvous",
+    "SymmetricMemory",
+    "Window",
+    "agree",
+    "aligned_zeros",
+    "find_rendezvous",
+    "need_aligned",
+]
+
+ALIGNMENT: Final = 1024
+"""Of a window's base: what swizzled bulk copies need, and more than any counter does."""
 
 
 class Rendezvous(Protocol):
@@ -49,6 +61,25 @@ class Window:
         self.bases = ()
         self.local = torch.empty(0, dtype=torch.uint8)
         self.keep.clear()
+
+
+def aligned_zeros(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 ``[nbytes]`` on a device, aligned for a window."""
+    memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+
+
+def need_aligned(bases: tuple[int, ...]) -> None:
+    """Checks the bases of windows that another library has placed.
+
+    Raises:
+        SymmetricMemoryError: a base is not aligned for a window.
+    """
+    if any(base % ALIGNMENT for base in bases):
+        given = ", ".join(map(hex, bases))
+        raise SymmetricMemoryError(
+            f"windows at {given}: must be at multiples of {ALIGNMENT}; take another provider"
+        )
 
 
 class SymmetricMemory(Protocol):

@@ -8,18 +8,9 @@ from __future__ import annotations
 import torch
 
 from megamoe.errors import SymmetricMemoryError
-from megamoe.symmetric.base import Rendezvous, Window
+from megamoe.symmetric.base import Rendezvous, Window, aligned_zeros
 
-__all__ = ["DeviceMemory", "aligned_zeros", "enable_peer_access"]
-
-ALIGNMENT = 1024
-"""Of a window's base: what swizzled bulk copies need."""
-
-
-def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 ``[nbytes]`` on a device, aligned for a window."""
-    memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+__all__ = ["DeviceMemory", "enable_peer_access"]
 
 
 def enable_peer_access(devices: set[int]) -> None:

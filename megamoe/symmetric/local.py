@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megamoe.symmetric.base import Window
+from megamoe.symmetric.base import Window, aligned_zeros
 
 __all__ = ["LocalGroup", "LocalMemory", "LocalRendezvous"]
 
@@ -58,8 +58,6 @@ class LocalMemory:
 
     def allocate(self, nbytes: int) -> Window:
         """Collective: a zero-filled window of ``nbytes`` for every rank."""
-        # Lines and swizzled rows want more alignment than the allocator promises.
-        memory = torch.zeros(nbytes + 4096, dtype=torch.uint8)
-        window = memory[-memory.data_ptr() % 4096 :][:nbytes]
+        window = aligned_zeros(nbytes, torch.device("cpu"))
         peers = self._rendezvous.all_gather({"base": window.data_ptr(), "tensor": window})
         return Window(window, tuple(p["base"] for p in peers), keep=[p["tensor"] for p in peers])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megamoe.errors import SymmetricMemoryError
-from megamoe.symmetric.base import Rendezvous, Window, agree
+from megamoe.symmetric.base import Rendezvous, Window, agree, need_aligned
 
 __all__ = ["NvshmemMemory"]
 
@@ -45,8 +44,7 @@ class NvshmemMemory:
             keep = [peers]
             local.zero_()
             torch.cuda.synchronize(self._device)
-            if any(b % 1024 for b in bases):
-                raise SymmetricMemoryError(f"windows are not aligned to 1024 bytes: {bases}")
+            need_aligned(bases)
         except Exception as e:  # noqa: BLE001 - NVSHMEM has its own exception types; all are reported
             result = e
         agree(self._rendezvous, f"an NVSHMEM window of {nbytes} bytes", result)

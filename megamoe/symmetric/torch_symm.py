@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.errors import SymmetricMemoryError
-from megamoe.symmetric.base import Rendezvous, Window, agree
+from megamoe.symmetric.base import Rendezvous, Window, agree, need_aligned
 
 __all__ = ["TorchSymmetricMemory"]
 
@@ -42,8 +42,7 @@ class TorchSymmetricMemory:
             bases = tuple(int(p) for p in handle.buffer_ptrs)
             local.zero_()
             torch.cuda.synchronize(self._device)
-            if any(b % 1024 for b in bases):
-                raise SymmetricMemoryError(f"windows are not aligned to 1024 bytes: {bases}")
+            need_aligned(bases)
         except (ImportError, RuntimeError, SymmetricMemoryError) as e:
             result = e
         agree(self._rendezvous, f"a symmetric window of {nbytes} bytes", result)
