@@ -103,15 +103,24 @@ def _check_codes(what: str, codes: Tensor, scales: Tensor, exact: Tensor, noise:
     _check_values(what, value, exact, power * step * 2**-4 * (1 + 2**-20) + noise)
 
 
-def _noise(k: int, expected: Tensor) -> float:
-    return 8 * math.sqrt(k) * 2**-24 * float(expected[~expected.isinf()].abs().max())
+def _noise(k: int, expected: Tensor, bits: int = 24) -> float:
+    """FP32 sums of K products; ``bits`` where a tensor core keeps fewer in partials of 128."""
+    largest = float(expected[~expected.isinf()].abs().max())
+    return (8 * math.sqrt(k) * 2**-24 + (2.0 ** (3 - bits) if bits < 24 else 0)) * largest
 
 
 def check_attention(
-    case: AttentionCase, got: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    case: AttentionCase,
+    got: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    *,
+    fp8_bits: int = 24,
 ) -> None:
-    """Compares every node present in ``got`` (buffers after a run) with the oracle."""
-    s, batch = case.spec, case.batch
+    """Compares every node present in ``got`` (buffers after a run) with the oracle.
+
+    ``fp8_bits``: what the FP8 GEMMs keep of a partial sum (``FP8_TENSOR_CORE_BITS`` on Hopper).
+    """
+    s, batch, bits = case.spec, case.batch, fp8_bits
     oracle = AttentionPreOracle(s, weights)
     clean = case.inputs()
     positions = clean["positions"]
@@ -126,13 +135,13 @@ def check_attention(
         _check_codes("A0 codes", codes, scales, normed, float(normed.abs().max()) * 2**-8)
     if "B0.partials" in got:
         q, latent, rope = oracle.latents(hidden, positions)
-        noise = _noise(s.hidden, q.exact)
+        noise = _noise(s.hidden, q.exact, bits)
         codes, scales = got["B0.quant.codes"], got["B0.quant.scales"]
         _check_codes("B0 codes", codes, scales, q.exact, noise)
         value, key_rope = read_latent(got["latent_cache"], clean["latent_slots"], s)
         step = value.abs() * 2**-4 + latent.exact.abs().amax(-1, keepdim=True) / 448 * 2**-10
         _check_values("latent cache", value, latent.exact, step * (1 + 2**-3) + noise)
-        _check_bf16("rotary key", key_rope, rope, _noise(s.hidden, rope))
+        _check_bf16("rotary key", key_rope, rope, _noise(s.hidden, rope, bits))
         kept = torch.ones(len(clean["latent_cache"]), dtype=torch.bool)
         kept[clean["latent_slots"]] = False
         assert torch.equal(got["latent_cache"][kept], clean["latent_cache"][kept])
@@ -147,7 +156,9 @@ def check_attention(
             at = int(place[token])
             found = codes[at : at + 1], scales[at : at + 1, None]
             exact = key.exact[token : token + 1]
-            _check_codes(f"index key of token {token}", *found, exact, _noise(s.hidden, exact))
+            _check_codes(
+                f"index key of token {token}", *found, exact, _noise(s.hidden, exact, bits)
+            )
     if "B0.quant.codes" in got:
         query = dequantize_1x128(got["B0.quant.codes"], got["B0.quant.scales"]).double()
     if "D1.fold.out" in got:
@@ -158,19 +169,19 @@ def check_attention(
         scales = (amax / 448).float().unsqueeze(-1)
         factor = s.index_weight_scale / 448
         expected = parts.sum(1) * amax * factor
-        bound = parts.sum(1).abs() * _noise(s.q_lora, iq.exact) * factor
+        bound = parts.sum(1).abs() * _noise(s.q_lora, iq.exact, bits) * factor
         bound += _noise(parts.shape[1], parts) * amax * factor + expected.abs() * 2**-21
         _check_values("D1 weights", got["D1.fold.out"], expected, bound)
-        noise = _noise(s.q_lora, iq.exact) + float(amax.max()) * 2**-20
+        noise = _noise(s.q_lora, iq.exact, bits) + float(amax.max()) * 2**-20
         _check_codes("D1 codes", got["D1.quant.codes"], scales, iq.exact, noise)
     if "D0.rope.out" in got and "B0.quant.codes" in got:
         queries = oracle.queries(query, positions)
-        _check_bf16("D0", got["D0.rope.out"], queries, _noise(s.q_lora, queries))
+        _check_bf16("D0", got["D0.rope.out"], queries, _noise(s.q_lora, queries, bits))
     if "D2.bmm.out" in got:
         absorbed = oracle.absorb(got["D0.rope.out"].double())
         _check_bf16("D2", got["D2.bmm.out"], absorbed, _noise(s.qk_nope, absorbed))
     if "E1.paged_logits.out" in got:
-        _check_scores(case, oracle, got, clean)
+        _check_scores(case, oracle, got, clean, bits)
 
 
 def _check_scores(
@@ -178,6 +189,7 @@ def _check_scores(
     oracle: AttentionPreOracle,
     got: Mapping[str, Tensor],
     clean: Mapping[str, Tensor],
+    bits: int,
 ) -> None:
     row = 0
     for b, (new, length) in enumerate(case.batch.requests):
@@ -189,7 +201,7 @@ def _check_scores(
         weights = got["D1.fold.out"][rows].double()
         expected = oracle.scores(query, weights, keys, visible)
         found = got["E1.paged_logits.out"][rows]
-        bound = _noise(128 + case.spec.index_heads, expected)
+        bound = _noise(128 + case.spec.index_heads, expected, bits)
         _check_values(f"E1 of request {b}", found[:, :length], expected, bound)
         end = case.batch.kv_tiles(b) * 256
         beyond = found[:, length:end]

@@ -41,11 +41,14 @@ MEGAMOE_DEVICE void run_math(const AttentionParams& p, SharedStorage& s) {
             t.wait_inputs();
         } else {
             switch (__shfl_sync(~0u, t.inst().spec_id, 0)) {
-#define X(id, ...) \
-    case id: run_body<Spec<id>>(t); break;
+#define X(id, ...)             \
+    case id:                   \
+        run_body<Spec<id>>(t); \
+        break;
                 MEGAMOE_ATTENTION_SPECS
 #undef X
-                default: __trap();
+                default:
+                    __trap();
             }
         }
         arrive_warp(s.tile_done[at.slot]);

@@ -40,11 +40,16 @@ MEGAMOE_HD constexpr Loads loads_of(Opcode opcode) {
         case Opcode::kIndexQuery:
         case Opcode::kMainQuery:
         case Opcode::kGemmSwiglu:
-        case Opcode::kGemmStore: return Loads::kFp8;
-        case Opcode::kHeadGate: return Loads::kBf16;
-        case Opcode::kAbsorbQuery: return Loads::kBf16ByHead;
-        case Opcode::kIndexScore: return Loads::kKeys;
-        default: return Loads::kNone;
+        case Opcode::kGemmStore:
+            return Loads::kFp8;
+        case Opcode::kHeadGate:
+            return Loads::kBf16;
+        case Opcode::kAbsorbQuery:
+            return Loads::kBf16ByHead;
+        case Opcode::kIndexScore:
+            return Loads::kKeys;
+        default:
+            return Loads::kNone;
     }
 }
 
@@ -80,33 +85,33 @@ struct SpecRow {
 template <int kId>
 struct Spec;
 // X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, eps, factor)
-#define X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, eps,   \
-          factor)                                                                                 \
-    template <>                                                                                   \
-    struct Spec<id> {                                                                             \
-        static constexpr Opcode kOpcode = Opcode::opcode;                                         \
-        static constexpr Loads kLoads = loads_of(kOpcode);                                        \
-        static constexpr int kBand = band, kN = n, kK = k, kHeads = heads, kHeadDim = head_dim;   \
-        static constexpr int kRope = rope, kQLora = q_lora, kKvLora = kv_lora;                    \
-        static constexpr float kEps = eps, kFactor = factor;                                      \
-        static constexpr int kBlocks = k_tile * (kLoads == Loads::kFp8 ? 1 : 2) / kBlockBytes;    \
-        static constexpr int kTiles =                                                             \
-            kOpcode == Opcode::kGemmSwiglu ? 2 : ceil_div(block_n, kTileRows);                    \
-        static constexpr int kRows = kLoads == Loads::kKeys ? band * heads : band;                \
-        static constexpr int kPitch = kLoads == Loads::kKeys ? heads : head_dim;                  \
+#define X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, eps, \
+          factor)                                                                               \
+    template <>                                                                                 \
+    struct Spec<id> {                                                                           \
+        static constexpr Opcode kOpcode = Opcode::opcode;                                       \
+        static constexpr Loads kLoads = loads_of(kOpcode);                                      \
+        static constexpr int kBand = band, kN = n, kK = k, kHeads = heads, kHeadDim = head_dim; \
+        static constexpr int kRope = rope, kQLora = q_lora, kKvLora = kv_lora;                  \
+        static constexpr float kEps = eps, kFactor = factor;                                    \
+        static constexpr int kBlocks = k_tile * (kLoads == Loads::kFp8 ? 1 : 2) / kBlockBytes;  \
+        static constexpr int kTiles =                                                           \
+            kOpcode == Opcode::kGemmSwiglu ? 2 : ceil_div(block_n, kTileRows);                  \
+        static constexpr int kRows = kLoads == Loads::kKeys ? band * heads : band;              \
+        static constexpr int kPitch = kLoads == Loads::kKeys ? heads : head_dim;                \
     };
 MEGAMOE_ATTENTION_SPECS
 #undef X
 
-#define X(id, ...)                                                                                 \
-    {Spec<id>::kLoads,  Spec<id>::kRows, Spec<id>::kBlocks, Spec<id>::kTiles, Spec<id>::kN,        \
-     Spec<id>::kK,      Spec<id>::kPitch},
+#define X(id, ...)                                                           \
+    {Spec<id>::kLoads, Spec<id>::kRows, Spec<id>::kBlocks, Spec<id>::kTiles, \
+     Spec<id>::kN,     Spec<id>::kK,    Spec<id>::kPitch},
 __constant__ const SpecRow kSpecRows[] = {MEGAMOE_ATTENTION_SPECS};
 #undef X
 
 MEGAMOE_HD constexpr uint32_t max_band() {
     uint32_t most = 8;
-#define X(id, ...) \
+#define X(id, ...)                                                            \
     if (Spec<id>::kLoads != Loads::kNone && Spec<id>::kLoads != Loads::kKeys) \
         most = most > uint32_t(Spec<id>::kBand) ? most : uint32_t(Spec<id>::kBand);
     MEGAMOE_ATTENTION_SPECS
@@ -132,14 +137,14 @@ struct AttentionParams {
     uint32_t* counters;               // kCounterStride words apart: events, units, tickets
     uint32_t* epochs;                 // [workers]: runs completed on these counters
     Fault* fault;
-    uint64_t* trace;                  // [workers][depth][3] ns, with MEGAMOE_ATTENTION_TRACE
+    uint64_t* trace;  // [workers][depth][3] ns, with MEGAMOE_ATTENTION_TRACE
     uint64_t timeout_ns;
     uint32_t depth;
     uint32_t num_operand_rows;
     uint32_t num_tokens;
     uint32_t dynamic;
     uint32_t ticket_counter;  // dynamic
-    uint32_t reserved;
+    uint32_t in_flight;       // weight pages of a CTA that may be on their way at once
 };
 
 }  // namespace megamoe::attention

@@ -60,13 +60,13 @@ MEGAMOE_DEVICE void load_scales(SharedStorage& s, Slot& slot) {
     const uint32_t groups = spec.k / kGroup, blocks = spec.blocks;
     for (uint32_t i = ptx::lane(); i < blocks * spec.tiles; i += 32) {
         const uint32_t tile = i / blocks, block = i % blocks;
-        slot.w_scale[i] = __ldg(scales + spec.weight_row(inst, tile) / kGroup * groups +
-                                inst.k / kGroup + block);
+        slot.w_scale[i] =
+            __ldg(scales + spec.weight_row(inst, tile) / kGroup * groups + inst.k / kGroup + block);
     }
 }
-#define MEGAMOE_SAME_GEMM_SLOTS(op)                                                     \
-    static_assert(operand::op::a == operand::qkv_a::a &&                                \
-                  operand::op::a_scales == operand::qkv_a::a_scales &&                  \
+#define MEGAMOE_SAME_GEMM_SLOTS(op)                                    \
+    static_assert(operand::op::a == operand::qkv_a::a &&               \
+                  operand::op::a_scales == operand::qkv_a::a_scales && \
                   operand::op::w_scales == operand::qkv_a::w_scales)
 MEGAMOE_SAME_GEMM_SLOTS(index_key);
 MEGAMOE_SAME_GEMM_SLOTS(index_query);
@@ -88,9 +88,10 @@ MEGAMOE_DEVICE void run_controller(const AttentionParams& p, SharedStorage& s, Q
         // Padding asks for nothing.
         while (!queue.empty()) {
             const uint32_t word = queue.word();
-            const bool idle = __shfl_sync(~0u, word, MEGAMOE_WORD(opcode)) == uint32_t(Opcode::kNoOp) &&
-                              __shfl_sync(~0u, word, MEGAMOE_WORD(wait_event)) == kNoCounter &&
-                              __shfl_sync(~0u, word, MEGAMOE_WORD(signal_event)) == kNoCounter;
+            const bool idle =
+                __shfl_sync(~0u, word, MEGAMOE_WORD(opcode)) == uint32_t(Opcode::kNoOp) &&
+                __shfl_sync(~0u, word, MEGAMOE_WORD(wait_event)) == kNoCounter &&
+                __shfl_sync(~0u, word, MEGAMOE_WORD(signal_event)) == kNoCounter;
             if (!idle) break;
             queue.advance();
         }
@@ -138,6 +139,18 @@ MEGAMOE_DEVICE void drain(uint64_t (&full)[kPages], uint32_t uses) {
         wait_always(full[use % kPages], use / kPages & 1);
 }
 
+// Waits until weight page `use` may be filled: it is free, and few pages are on their way. More
+// would not stream faster, but whatever else this SM asks of L2 (inputs, events, partial sums) would
+// queue behind them.
+MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, uint32_t use) {
+    if (use >= p.in_flight) {
+        const WeightPage landing(use - p.in_flight);
+        if (!wait_page(s, s.weight_full[landing.index], landing.phase)) return false;
+    }
+    const WeightPage page(use);
+    return wait_page(s, s.weight_free[page.index], page.phase ^ 1);
+}
+
 // One lane. Counts the pages it fills.
 MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, const Slot& slot,
                                 uint32_t& uses) {
@@ -153,15 +166,15 @@ MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, cons
             const WeightPage page(use);
             uint64_t& full = s.weight_full[page.index];
             uint8_t* to = s.weights[page.index];
-            if (!wait_page(s, s.weight_free[page.index], page.phase ^ 1)) return;
+            if (!wait_weight_page(p, s, use)) return;
             ptx::arrive_expect(full, kPageBytes);
             const int32_t k = inst.k + block * spec.elements();
             if (by_head) {  // two boxes of 64 columns x 64 of K
                 const int32_t row = inst.item * spec.k + k, col = inst.col + tile * kTileRows;
-                ptx::tma_load(to, map, col, row, full);
-                ptx::tma_load(to + kPageBytes / 2, map, col + 64, row, full);
+                ptx::load_box(to, map, col, row, full);
+                ptx::load_box(to + kPageBytes / 2, map, col + 64, row, full);
             } else {
-                ptx::tma_load(to, map, k, int32_t(spec.weight_row(inst, tile)), full);
+                ptx::load_box(to, map, k, int32_t(spec.weight_row(inst, tile)), full);
             }
             uses = use + 1;
         }
@@ -200,7 +213,7 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
         const uint32_t use = t.slot.weight_page + i / 2;
         const WeightPage page(use);
         uint64_t& full = s.weight_full[page.index];
-        if (!__all_sync(~0u, wait_page(s, s.weight_free[page.index], page.phase ^ 1))) return;
+        if (!__all_sync(~0u, wait_weight_page(p, s, use))) return;
         if (lane == 0) {
             if (count > 0)
                 ptx::arrive_expect(full, count * kCachePageBytes);
@@ -210,7 +223,7 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
         __syncwarp();
         const uint32_t number = __shfl_sync(~0u, entry, (i + (lane & 1)) % 32);
         if (lane < count) {
-            ptx::tma_load(s.weights[page.index] + lane * kCacheCodeBytes, map, 0,
+            ptx::load_box(s.weights[page.index] + lane * kCacheCodeBytes, map, 0,
                           int32_t(number * (kCachePageBytes / kBlockBytes)), full);
             ptx::bulk_load(s.key_scale[page.index] + lane * kCacheKeys,
                            cache + uint64_t(number) * kCachePageBytes + kCacheCodeBytes,
@@ -220,12 +233,16 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
     }
 }
 
+// The host may have written the maps since the last run.
+MEGAMOE_DEVICE void acquire_map(const TensorMap& map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
+    ptx::prefetch_map(map);
+}
+
 MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s) {
     const uint32_t lane = ptx::lane();
-    for (uint32_t i = lane; i < p.num_operand_rows; i += 32) {
-        ptx::prefetch_map(p.maps[i].weights);
-        ptx::prefetch_map(p.maps[i].inputs);
-    }
+    if (lane < p.num_operand_rows) acquire_map(p.maps[lane].weights);
+    __syncwarp();
     uint32_t uses = 0;
     for (Cursor at;; at.advance()) {
         wait_always(s.instruction_arrived[at.slot], at.phase);
@@ -298,7 +315,8 @@ MEGAMOE_DEVICE void load_input_blocks(const AttentionParams& p, SharedStorage& s
     const uint32_t lane = ptx::lane(), group = spec.group(), shift = 31 - __clz(group);
     const TensorMap& map = p.maps[inst.operand_row].inputs;
     const bool fp8 = spec.loads == Loads::kFp8;
-    const auto* scales = reinterpret_cast<const float*>(s.operands[inst.operand_row][slots::a_scales]);
+    const auto* scales =
+        reinterpret_cast<const float*>(s.operands[inst.operand_row][slots::a_scales]);
     const uint32_t first_column =
         inst.k + (spec.loads == Loads::kBf16ByHead ? inst.item * spec.pitch : 0);
 #pragma unroll 1
@@ -310,18 +328,19 @@ MEGAMOE_DEVICE void load_input_blocks(const AttentionParams& p, SharedStorage& s
         if (lane == 0) {
             ptx::arrive_expect(full, count * spec.rows * kBlockBytes);
             for (uint32_t j = 0; j < count; ++j)
-                ptx::tma_load(s.inputs[page.index] + j * spec.rows * kBlockBytes, map,
+                ptx::load_box(s.inputs[page.index] + j * spec.rows * kBlockBytes, map,
                               int32_t(first_column + (first + j) * spec.elements()),
                               int32_t(inst.row), full);
         }
         if (fp8) {
 #pragma unroll
             for (uint32_t i = lane; i < kTileRows; i += 32) {
-                const uint32_t token = i >> shift, block = i & (group - 1);  // neighbours share a line
+                const uint32_t token = i >> shift,
+                               block = i & (group - 1);  // neighbours share a line
                 float scale = 0.f;
                 if (token < inst.rows && block < count)
                     scale = ptx::load_l2(scales + uint64_t(inst.row + token) * (spec.k / kGroup) +
-                                   inst.k / kGroup + first + block);
+                                         inst.k / kGroup + first + block);
                 s.input_scale[page.index][block * spec.rows + token] = scale;
             }
         }
@@ -339,7 +358,7 @@ MEGAMOE_DEVICE void load_queries(const AttentionParams& p, SharedStorage& s, con
     if (!__all_sync(~0u, wait_page(s, s.input_free[page.index], page.phase ^ 1))) return;
     if (ptx::lane() == 0) {
         ptx::arrive_expect(full, spec.rows * kBlockBytes);
-        ptx::tma_load(s.inputs[page.index], p.maps[inst.operand_row].inputs, 0,
+        ptx::load_box(s.inputs[page.index], p.maps[inst.operand_row].inputs, 0,
                       int32_t(inst.row * spec.pitch), full);
         ptx::arrive(full);
     }
@@ -348,6 +367,8 @@ MEGAMOE_DEVICE void load_queries(const AttentionParams& p, SharedStorage& s, con
 
 MEGAMOE_DEVICE void run_input_loader(const AttentionParams& p, SharedStorage& s) {
     const uint32_t lane = ptx::lane();
+    if (lane < p.num_operand_rows) acquire_map(p.maps[lane].inputs);
+    __syncwarp();
     wait_always(s.operands_ready, 0);
     uint32_t uses = 0;
     for (Cursor at;; at.advance()) {

@@ -5,11 +5,11 @@
 //   instruction_arrived    a slot may be read             controller -> all roles
 //   page_full              a page holds its data          loaders -> math
 //   page_free              a page may be overwritten      math -> loaders, page by page
-//   event counters         another CTA's tile is readable publisher -> input loaders (global memory)
-//   instruction_finished   a slot may be overwritten      all roles -> controller
+//   event counters         another CTA's tile is readable publisher -> input loaders (global
+//   memory) instruction_finished   a slot may be overwritten      all roles -> controller
 //
-// Pages. Shared memory is two pools of 16 KiB pages, one for weights and one for inputs. A task body
-// counts its pages from 0; the slot says which use of the pool its page 0 is (`weight_page`,
+// Pages. Shared memory is two pools of 16 KiB pages, one for weights and one for inputs. A task
+// body counts its pages from 0; the slot says which use of the pool its page 0 is (`weight_page`,
 // `input_page`), and use u lies in physical page u % pool. Bodies consume and release pages in
 // order, so this rotation is the whole logical-to-physical map. Each page is released alone: the
 // next instruction's weights flow in while the current one computes. With two pools every loader
@@ -96,24 +96,52 @@ MEGAMOE_DEVICE bool stopped(const SharedStorage& s) {
     return *const_cast<const volatile uint32_t*>(&s.stop) != 0;
 }
 
+#ifdef MEGAMOE_ATTENTION_WATCHDOG
+// For work on the kernel: a wait inside the CTA that does not end says which, and is abandoned.
+struct Watchdog {
+    uint64_t start = ptx::now_ns();
+    MEGAMOE_DEVICE bool bites(const uint64_t& bar, uint32_t phase) const {
+        if (ptx::now_ns() - start < 200'000'000) return false;
+        extern __shared__ uint8_t raw[];
+        if (ptx::lane() == 0)
+            printf("CTA %u warp %u: barrier %d phase %u\n", blockIdx.x, threadIdx.x / 32,
+                   int(reinterpret_cast<const uint8_t*>(&bar) - raw -
+                       offsetof(SharedStorage, instruction_arrived)) /
+                       8,
+                   phase);
+        return true;
+    }
+};
+#else
+struct Watchdog {
+    MEGAMOE_DEVICE bool bites(const uint64_t&, uint32_t) const { return false; }
+};
+#endif
+
 // For waits that end even after a stop: some role of this CTA is on its way to the barrier.
 MEGAMOE_DEVICE void wait_always(uint64_t& bar, uint32_t phase) {
+    const Watchdog dog;
     while (!ptx::try_wait(bar, phase)) {
+        if (dog.bites(bar, phase)) return;
     }
 }
 
 // False after a stop. A page that math released after it saw the stop may still be in flight, so
 // `stop` is looked at after the wait as well: whoever sees the release sees the stop.
 MEGAMOE_DEVICE bool wait_page(const SharedStorage& s, uint64_t& bar, uint32_t phase) {
+    const Watchdog dog;
     while (!ptx::try_wait(bar, phase)) {
-        if (stopped(s)) return false;
+        if (stopped(s) || dog.bites(bar, phase)) return false;
     }
     return !stopped(s);
 }
 
-// The same without an answer, for math: opaque to the compiler, so that it keeps wgmma results where
-// they are. After a stop math goes on with whatever is in the page.
+// The same without an answer, for math: opaque to the compiler, so that it keeps wgmma results
+// where they are. After a stop math goes on with whatever is in the page.
 MEGAMOE_DEVICE void wait_or_stop(const SharedStorage& s, uint64_t& bar, uint32_t phase) {
+#ifdef MEGAMOE_ATTENTION_WATCHDOG
+    wait_page(s, bar, phase);
+#endif
     asm volatile(
         "{ .reg .pred done, go; .reg .b32 word;\n"
         "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -1,10 +1,21 @@
-// Loads of what other CTAs store during the kernel: past L1, and never moved above a wait, which
-// the compiler may do with __ldcg and with plain loads through const __restrict__ pointers.
+// Boxes of tensors, and loads of what other CTAs store during the kernel: past L1, and never moved
+// above a wait, which the compiler may do with __ldcg and with plain loads through const
+// __restrict__ pointers.
 #pragma once
 
-#include "device/ptx.cuh"
+#include "device/tma.cuh"
 
 namespace megamoe::ptx {
+
+// `tma_load` with the default L2 policy.
+MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int32_t y,
+                             uint64_t& bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y)
+        : "memory");
+}
 
 MEGAMOE_DEVICE float load_l2(const float* p) {
     float v;

@@ -27,7 +27,14 @@ from megamoe.backends.cuda_driver import Kernel, Module, tensor_map
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
 
-__all__ = ["AttentionFault", "AttentionKernel", "BoundPlan", "compile_attention", "spec_macro"]
+__all__ = [
+    "IN_FLIGHT",
+    "AttentionFault",
+    "AttentionKernel",
+    "BoundPlan",
+    "compile_attention",
+    "spec_macro",
+]
 
 _DTYPES: Final = {
     "bf16": torch.bfloat16,
@@ -50,6 +57,8 @@ _MAX_TILES: Final = 2
 _MAX_OPERAND_ROWS: Final = 16
 _FAULT_WORDS: Final = 7
 _STAMPS: Final = 3
+IN_FLIGHT: Final = 4
+"""64 KiB per SM saturate the memory; more only makes everything else queue behind weights."""
 
 
 class AttentionFault(MegaMoeError, TimeoutError):
@@ -73,7 +82,7 @@ class _AttentionParams(ctypes.Structure):
         ("num_tokens", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("in_flight", ctypes.c_uint32),
     )
 
 
@@ -118,7 +127,7 @@ def spec_macro(specs: Sequence[Specialization]) -> str:
 
 
 def compile_attention(
-    specs: Sequence[Specialization], *, slots: int = 3, trace: bool = False
+    specs: Sequence[Specialization], *, slots: int = 3, trace: bool = False, watchdog: bool = False
 ) -> jit.Cubin:
     """The kernel for these specialisations. Needs no GPU.
 
@@ -126,6 +135,7 @@ def compile_attention(
         specs: by ``spec_id``.
         slots: instruction slots of a CTA: how far its loaders run ahead.
         trace: stamp every instruction; for diagnosis.
+        watchdog: waits inside a CTA that never end are printed and abandoned; for work on it.
     """
     defines: dict[str, int | str] = {
         "MEGAMOE_ATTENTION_SPECS": spec_macro(specs),
@@ -133,6 +143,8 @@ def compile_attention(
     }
     if trace:
         defines["MEGAMOE_ATTENTION_TRACE"] = 1
+    if watchdog:
+        defines["MEGAMOE_ATTENTION_WATCHDOG"] = 1
     return jit.compile_cubin("attention_pre/attention_pre.cu", defines)
 
 
@@ -140,9 +152,11 @@ class AttentionKernel:
     """A compiled kernel, loaded on the current device.
 
     Args:
-        specs: specialisations of the plans to run, by ``spec_id``: ``Planner.specializations``.
+        specs: specialisations of the plans to run: ``Planner.specializations``, or several
+            planners' together.
         slots: see ``compile_attention``.
         trace: see ``compile_attention``.
+        watchdog: see ``compile_attention``.
         cooperative: ask the driver to refuse a grid that is not resident at once.
 
     Raises:
@@ -155,6 +169,7 @@ class AttentionKernel:
         *,
         slots: int = 3,
         trace: bool = False,
+        watchdog: bool = False,
         cooperative: bool = True,
     ) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -162,9 +177,10 @@ class AttentionKernel:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.specs = tuple(specs)
         self.trace = trace
-        cubin = compile_attention(specs, slots=slots, trace=trace)
+        cubin = compile_attention(specs, slots=slots, trace=trace, watchdog=watchdog)
         if cubin.constant("megamoe_attention_param_bytes") != ctypes.sizeof(_AttentionParams):
             raise MegaMoeError("the kernel's parameters are not those of backends/attention.py")
+        self.weight_pages = cubin.constant("megamoe_attention_weight_pages")
         self.kernel = Kernel(
             Module(cubin.image),
             "megamoe_attention_pre",
@@ -173,9 +189,26 @@ class AttentionKernel:
             cooperative=cooperative,
         )
 
-    def covers(self, specs: Sequence[Specialization]) -> bool:
-        """Whether a plan with these specialisations runs on this kernel."""
-        return self.specs[: len(specs)] == tuple(specs)
+    def place(self, encoded: EncodedPlan) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """A plan's instructions with this kernel's numbers of specialisations.
+
+        Raises:
+            SpecError: the kernel was not compiled for one that the plan uses.
+        """
+        fmt = instruction_format()
+        numbers = {spec: i for i, spec in enumerate(self.specs)}
+        words = encoded.instructions.reshape(-1, fmt.words).copy()
+        column = fmt.fields["spec_id"][0]
+        bodies = words[:, fmt.fields["opcode"][0]] != fmt.opcodes["no_op"]
+        used = words[:, column].copy()
+        for spec_id in np.unique(used[bodies]).tolist():
+            spec = encoded.specializations[spec_id]
+            if spec not in numbers:
+                raise SpecError(
+                    f"the kernel has no {spec}: compile it for the planner's specializations"
+                )
+            words[bodies & (used == spec_id), column] = numbers[spec]
+        return words.reshape(encoded.instructions.shape)
 
 
 @dataclass(frozen=True)
@@ -240,6 +273,7 @@ class BoundPlan:
         encoded: the plan.
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
+        in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
 
     Raises:
         SpecError: the kernel lacks a specialisation, or a tensor does not fit.
@@ -252,9 +286,11 @@ class BoundPlan:
         tensors: Mapping[str, Tensor],
         *,
         timeout_s: float = 2.0,
+        in_flight: int = IN_FLIGHT,
     ) -> None:
-        if not kernel.covers(encoded.specializations):
-            raise SpecError("the plan has specialisations that the kernel was not compiled for")
+        if not 1 <= in_flight <= kernel.weight_pages:
+            raise SpecError(f"in_flight = {in_flight}: must be in 1..{kernel.weight_pages}")
+        instructions = kernel.place(encoded)
         sms = torch.cuda.get_device_properties(kernel.device).multi_processor_count
         if encoded.num_workers > sms:
             raise SpecError(f"a plan for {encoded.num_workers} workers: this GPU has {sms} SMs")
@@ -264,7 +300,7 @@ class BoundPlan:
         self.encoded = encoded
         self._fmt = instruction_format()
         device = kernel.device
-        self._instructions = _upload(encoded.instructions.view(np.int32), device)
+        self._instructions = _upload(instructions.view(np.int32), device)
         counters = encoded.num_counters * self._fmt.counter_stride
         self._counters = torch.zeros(max(counters, 1), dtype=torch.int32, device=device)
         self._epochs = torch.zeros(encoded.num_workers, dtype=torch.int32, device=device)
@@ -293,6 +329,7 @@ class BoundPlan:
             num_tokens=self._num_tokens(),
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
+            in_flight=in_flight,
         )
         self.rebind(tensors)
 

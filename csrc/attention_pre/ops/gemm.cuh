@@ -5,8 +5,8 @@
 // the columns. A task has one or two sub-tiles of 128 columns, whose pages alternate.
 //
 // acc[tile][i]: column (warp of 8) * 16 + i / 2 % 2 * 8 + lane / 4 of the sub-tile, token
-// i / 4 * 8 + lane % 4 * 2 + i % 2. `emit_rows` gathers the columns of a token through shared memory
-// and hands them to one warp: lane l holds columns 4 l ... 4 l + 3. So finishers see rows.
+// i / 4 * 8 + lane % 4 * 2 + i % 2. `emit_rows` gathers the columns of a token through shared
+// memory and hands them to one warp: lane l holds columns 4 l ... 4 l + 3. So finishers see rows.
 #pragma once
 
 #include "attention_pre/vm.cuh"
@@ -28,10 +28,14 @@ MEGAMOE_HD constexpr int blocks_at_once(int blocks, int most) {
 
 MEGAMOE_DEVICE void wait_pending(int groups) {  // a constant after unrolling
     switch (groups) {
-        case 0: return wgmma::wait<0>();
-        case 1: return wgmma::wait<1>();
-        case 2: return wgmma::wait<2>();
-        default: return wgmma::wait<3>();
+        case 0:
+            return wgmma::wait<0>();
+        case 1:
+            return wgmma::wait<1>();
+        case 2:
+            return wgmma::wait<2>();
+        default:
+            return wgmma::wait<3>();
     }
 }
 
@@ -93,13 +97,14 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
 #pragma unroll
         for (int u = 0; u < U; ++u) {
             const uint32_t scales =
-                ptx::shared_address(&s.input_scale[input_index[u]][(first + u) % kGroupBlocks * N]) +
+                ptx::shared_address(
+                    &s.input_scale[input_index[u]][(first + u) % kGroupBlocks * N]) +
                 token * 4;
 #pragma unroll
             for (int tile = 0; tile < T; ++tile) {
                 const float w = w_scale[tile * S::kBlocks + first + u];
                 wait_pending(U * T - 1 - (u * T + tile));
-                float(&d)[N / 2] = part[u][tile];
+                float (&d)[N / 2] = part[u][tile];
                 wgmma::pin(d);
 #pragma unroll
                 for (int j = 0; j < N / 8; ++j) {
@@ -159,7 +164,7 @@ MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
                 const uint32_t a = weights + weight.index * (kPageBytes / 16);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                                        const uint32_t tokens = b + k * wgmma::kStepK;
+                    const uint32_t tokens = b + k * wgmma::kStepK;
                     if constexpr (kByHead)
                         wgmma::MmaTransposed<N>::template run<1024, 1024>(
                             acc[tile], a + k * wgmma::kStepKTransposed, tokens, 1);
@@ -209,7 +214,7 @@ template <int N, class Finisher>
 MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher& finisher) {
     constexpr int kAcc = N / 2;
     const uint32_t lane = ptx::lane();
-    float(&gather)[kChunkTokens][kPitch] = t.s.gather;
+    float (&gather)[kChunkTokens][kPitch] = t.s.gather;
     const uint32_t column = threadIdx.x / 32 * 16 + lane / 4, token = (lane & 3) * 2;
     constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
 #pragma unroll 1
@@ -227,8 +232,8 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
         ptx::named_barrier<kMathThreads>(kMathBarrier);
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<N>; ++i) {
-            const float4 v =
-                *reinterpret_cast<const float4*>(&gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
+            const float4 v = *reinterpret_cast<const float4*>(
+                &gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
             if (token_of(chunk, i) < t.inst().rows) finisher.row(i, token_of(chunk, i), v);
         }
     }
@@ -259,7 +264,8 @@ MEGAMOE_DEVICE void add(float4& a, const float4& b) {
 
 // The sum of all parts of the unit, in ascending order, handed to the finisher as rows.
 template <int N, class Finisher>
-MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n, Finisher& finisher) {
+MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
+                              Finisher& finisher) {
     constexpr int R = kRowsOfWarp<N>, kAtOnce = 8;
     const Instruction& inst = t.inst();
     const uint32_t parts = inst.parts, rows = inst.rows;

@@ -1,5 +1,5 @@
-// E1: paged scores. Keys on the M side of wgmma, queries (tokens x heads) on the N side, so that the
-// sum over heads of weight * relu(q . k) stays within the four lanes that share a key.
+// E1: paged scores. Keys on the M side of wgmma, queries (tokens x heads) on the N side, so that
+// the sum over heads of weight * relu(q . k) stays within the four lanes that share a key.
 #pragma once
 
 #include "attention_pre/ops/rows.cuh"
@@ -23,9 +23,9 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
         const uint32_t token = j / kHeadBlocks, head = j % kHeadBlocks * 8 + quad * 2;
         weight[j] = {};
         if (token < inst.rows)
-            weight[j] = ptx::load_l2(reinterpret_cast<const float2*>(
-                t.operand<const float>(slots::weights) +
-                uint64_t(inst.row + token) * S::kHeads + head));
+            weight[j] = ptx::load_l2(
+                reinterpret_cast<const float2*>(t.operand<const float>(slots::weights) +
+                                                uint64_t(inst.row + token) * S::kHeads + head));
     }
     const uint32_t length = __ldg(t.operand<const uint32_t>(slots::context_lens) + inst.item);
     const uint32_t visible = length - inst.aux + 1;  // to token 0 of the task

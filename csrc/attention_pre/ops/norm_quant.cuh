@@ -40,7 +40,7 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
         const uint32_t column = i * kPassColumns + threadIdx.x * 8;
         if (column < S::kN) weight[i] = __ldg(t.operand<const uint4>(slots::weight) + column / 8);
     }
-    t.wait_inputs();
+    if (t.inst().wait_event[0] != kNoCounter) t.wait_inputs();
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const uint32_t column = i * kPassColumns + threadIdx.x * 8;
@@ -48,7 +48,8 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
         if (column >= S::kN) continue;
         x[i] = ptx::load_l2(t.operand<const uint4>(slots::x) + (first + column) / 8);
         if (has_residual)
-            residual[i] = ptx::load_l2(t.operand<const uint4>(slots::residual) + (first + column) / 8);
+            residual[i] =
+                ptx::load_l2(t.operand<const uint4>(slots::residual) + (first + column) / 8);
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -123,8 +124,8 @@ MEGAMOE_DEVICE void sum_row(float (&v)[kPasses][8], const float* row, uint32_t p
     }
 }
 
-// One row of [q_a | kv_a | k_pe]: both norms, e4m3 of the query latent, the row of the latent cache.
-// `from` is operand::qkv_a's layout of both opcodes.
+// One row of [q_a | kv_a | k_pe]: both norms, e4m3 of the query latent, the row of the latent
+// cache. `from` is operand::qkv_a's layout of both opcodes.
 template <class S>
 MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
     namespace slots = operand::qkv_a;
@@ -162,8 +163,8 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
     t.wait_inputs();
 
     float v[kPasses][8];
-    sum_row(v, t.operand<const float>(slots::partials) + uint64_t(row) * parts * S::kN, parts, S::kN,
-            column);
+    sum_row(v, t.operand<const float>(slots::partials) + uint64_t(row) * parts * S::kN, parts,
+            S::kN, column);
     float q_squares = 0.f, kv_squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
@@ -202,7 +203,7 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
         }
     }
     if (is_rope) {
-        const float(&k)[8] = v[kQPasses];
+        const float (&k)[8] = v[kQPasses];
         const float c[4] = {cos.x, cos.y, cos.z, cos.w}, d[4] = {sin.x, sin.y, sin.z, sin.w};
         auto* key = reinterpret_cast<uint32_t*>(cache + S::kKvLora + 4 * (S::kKvLora / kGroup) +
                                                 2 * (at - S::kKvLora));

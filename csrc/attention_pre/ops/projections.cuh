@@ -35,20 +35,20 @@ struct IndexKeyRow {
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i) {
             const uint32_t token = token_of(chunk, i);
-            slot[i] = token < t.inst().rows ? __ldg(t.operand<const int64_t>(operand::index_key::slots) +
-                                                    t.inst().row + token)
-                                            : 0;
+            slot[i] = token < t.inst().rows
+                          ? __ldg(t.operand<const int64_t>(operand::index_key::slots) +
+                                  t.inst().row + token)
+                          : 0;
         }
     }
     MEGAMOE_DEVICE void late(uint32_t) {}
     MEGAMOE_DEVICE void row(int i, uint32_t, float4 v) const {
         const float mean = sum_lanes(v.x + v.y + v.z + v.w) / kGroup;
         v = {v.x - mean, v.y - mean, v.z - mean, v.w - mean};
-        const float variance =
-            sum_lanes(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / kGroup;
+        const float variance = sum_lanes(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / kGroup;
         const float f = rsqrtf(variance + S::kEps);
-        v = {v.x * f * weight.x + bias.x, v.y * f * weight.y + bias.y,
-             v.z * f * weight.z + bias.z, v.w * f * weight.w + bias.w};
+        v = {v.x * f * weight.x + bias.x, v.y * f * weight.y + bias.y, v.z * f * weight.z + bias.z,
+             v.w * f * weight.w + bias.w};
         v = rotations.of[i](v);
         const Quantiser quantiser(max_lanes(amax4(v)), t.has(kScalePow2));
         const uint64_t place = uint64_t(slot[i]) % kCacheKeys;
@@ -87,7 +87,8 @@ struct IndexQueryRow {
             gate[i] = 0.f;
             if (token >= inst.rows) continue;
             for (uint32_t part = ptx::lane(); part < inst.aux; part += 32)
-                gate[i] += ptx::load_l2(from + (uint64_t(inst.row + token) * inst.aux + part) * S::kHeads);
+                gate[i] +=
+                    ptx::load_l2(from + (uint64_t(inst.row + token) * inst.aux + part) * S::kHeads);
         }
     }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
@@ -125,10 +126,10 @@ struct MainQueryRow : StoreBf16 {
     RowRotations<S::kBand, S::kRope> rotations;
     MEGAMOE_DEVICE explicit MainQueryRow(const Task& t)
         : StoreBf16(t, t.operand<uint8_t>(operand::main_query::out), S::kN, t.inst().col),
-          rotations(t, t.operand<const uint32_t>(operand::main_query::positions),
-                    t.operand<const float>(operand::main_query::rope),
-                    t.has(kHasRope) ? (int(ptx::lane() * 4) - (int(kTileRows) - S::kRope)) / 2
-                                    : -1) {}
+          rotations(
+              t, t.operand<const uint32_t>(operand::main_query::positions),
+              t.operand<const float>(operand::main_query::rope),
+              t.has(kHasRope) ? (int(ptx::lane() * 4) - (int(kTileRows) - S::kRope)) / 2 : -1) {}
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
         StoreBf16::row(i, token, rotations.of[i](v));
@@ -201,8 +202,8 @@ struct SumRow : StoreBf16 {
             const uint32_t token = token_of(chunk, i);
             addend[i] = {};
             if (residual && token < rows)
-                addend[i] =
-                    unpack4(ptx::load_l2(reinterpret_cast<const uint2*>(residual + token * pitch * 2)));
+                addend[i] = unpack4(
+                    ptx::load_l2(reinterpret_cast<const uint2*>(residual + token * pitch * 2)));
         }
     }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {

@@ -55,7 +55,8 @@ struct Quantiser {
         return pack(v.x, v.y) | pack(v.z, v.w) << 16;
     }
     MEGAMOE_DEVICE uint2 pack(const float (&f)[8]) const {
-        return {pack(f[0], f[1]) | pack(f[2], f[3]) << 16, pack(f[4], f[5]) | pack(f[6], f[7]) << 16};
+        return {pack(f[0], f[1]) | pack(f[2], f[3]) << 16, pack(f[4], f[5]) | pack(f[6], f[7])
+                                                                                  << 16};
     }
 };
 MEGAMOE_DEVICE float amax4(const float4& v) {
@@ -85,8 +86,8 @@ struct Rotation {
     }
     MEGAMOE_DEVICE float4 operator()(const float4& v) const {
         if (!active) return v;
-        return {v.x * cos.x - v.y * sin.x, v.y * cos.x + v.x * sin.x,
-                v.z * cos.y - v.w * sin.y, v.w * cos.y + v.z * sin.y};
+        return {v.x * cos.x - v.y * sin.x, v.y * cos.x + v.x * sin.x, v.z * cos.y - v.w * sin.y,
+                v.w * cos.y + v.z * sin.y};
     }
 };
 
