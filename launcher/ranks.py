@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 
@@ -21,6 +21,8 @@ from megamoe.errors import MegaMoeError, SpecError
 
 if TYPE_CHECKING:
     import torch
+
+    from megamoe.layer import Backend
 
 __all__ = ["Group", "RankFailed", "arguments", "cores_per_rank", "run_in_group"]
 
@@ -109,13 +111,11 @@ class Group:
                 dist.send(own.view(torch.uint8), 0)
             return None
         out = own.new_empty((sum(counts), *own.shape[1:]))
-        first = 0
         for rank, part in enumerate(out.split(counts)):
             if rank == 0:
                 part.copy_(own)
             elif counts[rank]:
                 dist.recv(part.view(torch.uint8), rank)
-            first += counts[rank]
         return out
 
 
@@ -225,7 +225,9 @@ def _device(local_rank: int, backend: str) -> str:
         return "cpu"
     import torch
 
-    if not torch.cuda.is_available():
+    from megamoe.layer import choose_backend
+
+    if not torch.cuda.is_available() or choose_backend(cast("Backend", backend)) == "cpu":
         return "cpu"
     device = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
