@@ -69,7 +69,7 @@ RanksOption = Annotated[
 ]
 BackendOption = Annotated[
     str,
-    typer.Option("--backend", help="auto, cpu or cuda; auto takes Hopper GPUs where there are any."),
+    typer.Option("--backend", help="auto, cpu or cuda; auto takes Hopper GPUs if there are any."),
 ]
 
 _HINTS: Final[dict[type[MegaMoeError], str]] = {
