@@ -53,15 +53,8 @@ def sanitizer_works(sanitizer: str) -> bool:
 def build(sanitizer: str, *targets: str) -> Path:
     """The folder with the targets of tests/cpp, up to date, in a build folder of its own."""
     folder = ROOT / "build" / f"tests-{sanitizer.partition(',')[0] or 'plain'}"
-    options = [
-        *(
-            "-G",
-            "Ninja",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            "-DCMAKE_CXX_SCAN_FOR_MODULES=OFF",
-        ),
-        f"-DMEGAMOE_SANITIZE={sanitizer}",
-    ]
+    options = ["-G", "Ninja"]
+    options += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMEGAMOE_SANITIZE={sanitizer}"]
     if sanitizer:
         options += ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={SANITIZER_FLAGS}"]
     for command in (
@@ -73,15 +66,23 @@ def build(sanitizer: str, *targets: str) -> Path:
     return folder / "tests" / "cpp"
 
 
-def run(program: Path, *arguments: object, timeout: float) -> list[dict[str, Any]]:
-    """What the driver printed, one object per line. Fails with all of its output."""
+def call(
+    program: Path, *arguments: object, timeout: float
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """The finished process, and all that can be said of it."""
     command: list[object] = [program, *arguments]
     result = _call(*command, timeout=timeout)
     if "unexpected memory mapping" in result.stderr:
         # ThreadSanitizer of older compilers under kernels that randomise more address bits.
         command = ["setarch", platform.machine(), "-R", *command]
         result = _call(*command, timeout=timeout)
-    output = f"{' '.join(map(str, command))}: {result.returncode}\n{result.stdout}{result.stderr}"
+    text = f"{' '.join(map(str, command))}: {result.returncode}\n{result.stdout}{result.stderr}"
+    return result, text[-12000:]
+
+
+def run(program: Path, *arguments: object, timeout: float) -> list[dict[str, Any]]:
+    """What the driver printed, one object per line. Fails with all of its output."""
+    result, text = call(program, *arguments, timeout=timeout)
     if result.returncode != 0:
-        pytest.fail(output[-12000:])
+        pytest.fail(text)
     return [json.loads(line) for line in result.stdout.splitlines()]

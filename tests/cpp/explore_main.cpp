@@ -88,6 +88,7 @@ Scenario smallest(uint32_t code) {
     }
     return scenario;
 }
+
 // All-to-one twice; own expert, then the other's; exchange, then all-to-one; silent rank first,
 // silent rank second; masked.
 std::vector<uint32_t> chosen_routings(bool all) {

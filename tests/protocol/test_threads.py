@@ -31,6 +31,17 @@ def test_every_row_is_exact(folder):
     assert result["ring_waits"] > 0, "no back-pressure: the rings were never full"
 
 
+def test_thread_sanitizer_sees_a_missing_release(monkeypatch):
+    """Additions without order give the right outputs on this machine; the tool must object."""
+    if not drivers.sanitizer_works("thread"):
+        pytest.skip("this machine's C++ compiler has no -fsanitize=thread")
+    folder = drivers.build("thread", "protocol_driver", "session_driver")
+    monkeypatch.setenv("TSAN_OPTIONS", "halt_on_error=1")
+    result, text = drivers.call(folder / "protocol_driver", 2, "relaxed", timeout=300)
+    assert result.returncode != 0, text
+    assert "WARNING: ThreadSanitizer: data race" in result.stderr, text
+
+
 def test_equal_bits_for_every_ring_and_group(folder):
     (result,) = drivers.run(folder / "session_driver", "equal", timeout=300)
     assert "wrong" not in result
