@@ -20,7 +20,12 @@ from megamoe.attention_pre.tiling import (
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP
 
-__all__ = ["Block", "Tiler"]
+__all__ = ["Block", "Tiler", "partials_name"]
+
+
+def partials_name(stage: Stage) -> str:
+    """The buffer of a stage's split-K partials."""
+    return f"{stage.name}.partials"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Tiler:
         self.tiling = config.of(stage.name)
         self.config = config
         self.band = min(m_band(batch.rows), config.block_m)
-        self.partials_name = f"{stage.name}.partials"
+        self.partials_name = partials_name(stage)
         self.made = {t for s in graph.stages for t in s.writes} | {self.partials_name}
 
     def sizes(self, role: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from megamoe.attention_pre.tiling import Specialization, StageTiles, Tile
 from megamoe.errors import SpecError
 
 __all__ = [
+    "RECORD_BYTES",
     "RELAY",
     "Event",
     "EventGraph",
@@ -35,6 +36,8 @@ __all__ = [
 Scope = Literal["port", "task"]
 
 RELAY: Final = "no_op"
+RECORD_BYTES: Final = 128
+"""An encoded task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ def normalize(
 def _counts(graph: EventGraph) -> tuple[int, int, int, int, int]:
     waits = max((len(w) for w in graph.waits), default=0)
     signals = max((len(s) for s in graph.signals), default=0)
-    return len(graph.tasks), len(graph.events), waits, signals, 128 * len(graph.tasks)
+    return len(graph.tasks), len(graph.events), waits, signals, RECORD_BYTES * len(graph.tasks)
 
 
 class _Relays:

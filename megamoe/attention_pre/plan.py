@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Literal, TypeVar
 
+from megamoe.attention_pre.grid import partials_name
 from megamoe.attention_pre.op_graph import OpGraph
 from megamoe.attention_pre.passes import (
+    RECORD_BYTES,
     RELAY,
     EventGraph,
     PassReport,
@@ -35,9 +37,12 @@ T = TypeVar("T")
 
 _KINDS: Final[tuple[QueueKind, ...]] = ("round_robin", "list", "dynamic")
 
-MAX_WAITS = 4
-MAX_SIGNALS = 2
-"""Event slots of an instruction; ``encode`` checks them against the record."""
+# Planning needs no compiled module, so what it must know of instruction.hpp is repeated here (and
+# as RECORD_BYTES); a test compares each with the header.
+MAX_WAITS: Final = 4
+MAX_SIGNALS: Final = 2
+OPERAND_SLOTS: Final = 16
+COUNTER_BYTES: Final = 128
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ def _buffers(
             shape = work.get(name, (shape, ""))[0]
             kind = "cache" if storage != name else root.kind
             buffers.setdefault(storage, Buffer(storage, shape, root.dtype, kind))
-        partials = f"{stage.name}.partials"
+        partials = partials_name(stage)
         if partials in work:
             row["partials"] = partials
             buffers[partials] = Buffer(partials, *work[partials], "workspace")
@@ -261,7 +266,7 @@ def summarize(plan: KernelPlan) -> dict[str, Any]:
     lengths: dict[int, int] = {}
     for queue in plan.queues.workers:
         lengths[len(queue)] = lengths.get(len(queue), 0) + 1
-    tensor = [len(plan.queues.workers), plan.queues.depth, 32]
+    tensor = [len(plan.queues.workers), plan.queues.depth, RECORD_BYTES // 4]
     passes = []
     for report in plan.reports:
         # Linearization is what makes ranges possible: it is compared with the lists.
@@ -304,8 +309,8 @@ def summarize(plan: KernelPlan) -> dict[str, Any]:
         "specializations": len({s for s in plan.spec_ids if s >= 0}),
         "bytes": {
             "instructions": 4 * tensor[0] * tensor[1] * tensor[2],
-            "operand table": len(plan.rows) * 16 * 8,
-            "counters": plan.num_counters * 128,
+            "operand table": len(plan.rows) * OPERAND_SLOTS * 8,
+            "counters": plan.num_counters * COUNTER_BYTES,
         },
         "passes": passes,
         "estimates_us": dict(plan.estimates_us),

@@ -13,8 +13,15 @@ import pytest
 from megamoe.attention_pre.encode import encode, instruction_format, operand_table
 from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
 from megamoe.attention_pre.op_graph import OpGraph
-from megamoe.attention_pre.passes import fuse_events, linearize, normalize
-from megamoe.attention_pre.plan import MAX_SIGNALS, MAX_WAITS, Planner, summarize
+from megamoe.attention_pre.passes import RECORD_BYTES, fuse_events, linearize, normalize
+from megamoe.attention_pre.plan import (
+    COUNTER_BYTES,
+    MAX_SIGNALS,
+    MAX_WAITS,
+    OPERAND_SLOTS,
+    Planner,
+    summarize,
+)
 from megamoe.attention_pre.schedule import simulate
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.task_graph import POLICIES, build_task_graph
@@ -376,6 +383,9 @@ def test_the_planner_needs_neither_torch_nor_numpy():
 def test_the_record_matches_the_planner():
     fmt = instruction_format()
     assert (fmt.max_waits, fmt.max_signals) == (MAX_WAITS, MAX_SIGNALS)
+    assert fmt.operand_slots == OPERAND_SLOTS
+    assert 4 * fmt.words == RECORD_BYTES
+    assert 4 * fmt.counter_stride == COUNTER_BYTES
     assert fmt.words == 32
     used = [w for first, n in fmt.fields.values() for w in range(first, first + n)]
     assert sorted(used) == list(range(32)), "fields tile the record"
