@@ -28,13 +28,18 @@ Backend = Literal["auto", "cpu", "cuda"]
 
 
 class MoELayer:
-    """One rank's handle on an expert-parallel MoE layer. Not thread-safe."""
+    """One rank's handle on an expert-parallel MoE layer. Not thread-safe.
 
-    def __init__(
-        self, spec: MoESpec, config: EpConfig, session: Session, rank: int, backend: str
-    ) -> None:
+    Attributes:
+        spec: the layer.
+        config: how the group runs it, every 0 replaced by what the backend chose.
+        rank: this rank.
+        backend: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, spec: MoESpec, session: Session, rank: int, backend: str) -> None:
         self.spec = spec
-        self.config = config
+        self.config = session.config
         self.rank = rank
         self.backend = backend
         self._session = session
@@ -194,7 +199,7 @@ def open_layer(
         BackendUnavailable: ``"cuda"`` asked for on a machine that cannot run it.
     """
     chosen = choose_backend(backend)
-    resolved = config.resolved(spec)
+    config.resolved(spec)  # a setting that cannot work is refused before any rank is asked
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)
     session: Session
     if chosen == "cuda":
@@ -205,4 +210,4 @@ def open_layer(
         from megamoe.backends.cpu import CpuSession
 
         session = CpuSession(spec, config, rendezvous)
-    return MoELayer(spec, resolved, session, rendezvous.rank, chosen)
+    return MoELayer(spec, session, rendezvous.rank, chosen)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe import native
 from megamoe.errors import SpecError
-from megamoe.spec import MoESpec
+from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
 from megamoe.weights import ExpertWeights
 
@@ -79,7 +79,13 @@ def need_same_layer(rendezvous: Rendezvous, spec: MoESpec, shape: native.MoEShap
 
 
 class Session(Protocol):
-    """One rank's part of a group that runs one layer. Calls marked collective run on all ranks."""
+    """One rank's part of a group that runs one layer. Calls marked collective run on all ranks.
+
+    Attributes:
+        config: how the group runs it, every 0 replaced by what was chosen.
+    """
+
+    config: EpConfig
 
     def load_weights(self, experts: Iterable[ExpertWeights]) -> None:
         """Takes this rank's experts one at a time; each may be freed when the next is asked for."""

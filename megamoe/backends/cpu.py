@@ -47,7 +47,7 @@ class CpuSession:
             SymmetricMemoryError: a rank could not allocate or map; on every rank.
             SpecError: ranks disagree about the layer; on every rank.
         """
-        self._spec, self._config = spec, config.resolved(spec)
+        self._spec, self.config = spec, config.resolved(spec)
         shape = cpu_shape(spec, config)
         layout = window_layout(shape)
         need_same_layer(rendezvous, spec, shape)
@@ -71,7 +71,7 @@ class CpuSession:
         """Packs this rank's experts into the layout of the tile functions, one at a time."""
         session = self._open()
         for expert in experts:
-            check_expert(self._spec, expert, self._config.num_ranks)
+            check_expert(self._spec, expert, self.config.num_ranks)
             w1, w2 = expert.w1.contiguous(), expert.w2.contiguous()
             s1 = expert.w1_scale.contiguous() if expert.w1_scale is not None else None
             s2 = expert.w2_scale.contiguous() if expert.w2_scale is not None else None
@@ -164,4 +164,4 @@ class CpuSession:
 
     def _timeout(self) -> PeerTimeout:
         record = native.fault_record(self._open().fault())
-        return PeerTimeout(record, self._config.timeout_s)
+        return PeerTimeout(record, self.config.timeout_s)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megamoe import jit, native
-from megamoe.backends.base import Counters
+from megamoe.backends.base import Counters, hopper_available, need_same_layer
 from megamoe.backends.cuda_driver import (
     Kernel,
     Module,
@@ -46,7 +46,7 @@ from megamoe.errors import (
     SpecError,
 )
 from megamoe.layout import window_layout
-from megamoe.spec import GROUP, EpConfig, MoESpec
+from megamoe.spec import GROUP, MAX_RANKS, EpConfig, MoESpec
 from megamoe.symmetric.base import GroupRendezvous, Rendezvous, SymmetricMemory, agree
 from megamoe.symmetric.device import DeviceMemory
 from megamoe.weights import ExpertWeights, check_expert
@@ -58,7 +58,6 @@ Provider = Literal["torch", "nvshmem"]
 _MAX_BLOCK_M = 128
 _MAX_EXPERTS = 512
 _BOXES = (8, 16, 32, 48, 64, 80, 96, 128)
-_MAX_RANKS = 72
 _LINE = 128
 _OPEN_LIMIT_S = 600.0
 
@@ -84,7 +83,7 @@ class _MoEParams(ctypes.Structure):
         ("swiglu_clamp", ctypes.c_float),
         ("reserved", ctypes.c_uint32),
         ("trace", ctypes.c_uint64),
-        ("bases", ctypes.c_uint64 * _MAX_RANKS),
+        ("bases", ctypes.c_uint64 * MAX_RANKS),
     )
 
 
@@ -167,24 +166,19 @@ class CudaSession:
         Raises:
             BackendUnavailable: no Hopper GPU, or a missing package; on every rank.
             SymmetricMemoryError: a rank could not compile, allocate or map; on every rank.
-            MegaMoeError: ranks disagree about the shape.
+            SpecError: ranks disagree about the layer; on every rank.
         """
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        if not hopper_available():
             raise BackendUnavailable("the CUDA backend needs a Hopper GPU (compute capability 9.0)")
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._spec, self._config = spec, cuda_config(spec, config)
+        self._spec, self.config = spec, cuda_config(spec, config)
         self._rank = rendezvous.rank
         self._trace = bool(os.environ.get("MEGAMOE_TRACE"))
         units, sharing = self._choose_units(rendezvous)
         self._shape = native.make_shape(
-            spec, self._config, num_units=units, num_pullers=units, l2_tile_n=TILE_N
+            spec, self.config, num_units=units, num_pullers=units, l2_tile_n=TILE_N
         )
-        said = agree(rendezvous, "opening the layer", {"shape": self._shape.to_bytes().hex()})
-        if len({s["shape"] for s in said}) > 1:
-            raise MegaMoeError(
-                "ranks disagree about the layer's shape or configuration: pass the same MoESpec "
-                "and EpConfig on every rank"
-            )
+        need_same_layer(rendezvous, spec, self._shape)
         cubin = self._compile(rendezvous)
         self._layout = window_layout(self._shape)
         self._window = self._provider(rendezvous, provider).allocate(self._layout.nbytes)
@@ -225,7 +219,7 @@ class CudaSession:
     def _choose_units(self, rendezvous: Rendezvous) -> tuple[int, bool]:
         """CTAs per rank, the same on all ranks; and whether ranks share this GPU."""
         properties = torch.cuda.get_device_properties(self._device)
-        free = properties.multi_processor_count - self._config.reserved_sms
+        free = properties.multi_processor_count - self.config.reserved_sms
         mine = {"gpu": str(getattr(properties, "uuid", self._device.index)), "free": free}
         every = agree(rendezvous, "looking at GPUs", mine)
         units = []
@@ -234,12 +228,12 @@ class CudaSession:
             units.append(rank["free"] // sharers)
         if min(units) < 1:
             raise SpecError(
-                f"reserved_sms = {self._config.reserved_sms} leaves no SM of "
+                f"reserved_sms = {self.config.reserved_sms} leaves no SM of "
                 f"{properties.multi_processor_count} to a rank"
             )
         sharing = sum(other["gpu"] == mine["gpu"] for other in every) > 1
         chosen = min(units)
-        return min(chosen, self._config.num_workers or chosen), sharing
+        return min(chosen, self.config.num_workers or chosen), sharing
 
     def _compile(self, rendezvous: Rendezvous) -> jit.Cubin:
         """Rank 0 compiles; the others find the cubin in the cache, or compile for themselves."""
@@ -273,7 +267,7 @@ class CudaSession:
 
     def _allocate_weights(self) -> None:
         spec = self._spec
-        local = spec.experts_per_rank(self._config.num_ranks) + spec.num_shared
+        local = spec.experts_per_rank(self.config.num_ranks) + spec.num_shared
         element = 1 if spec.weight_dtype == "fp8" else 2
         tiles = (spec.inter // GROUP, num_tiles(spec.hidden))
         columns = (spec.hidden, spec.inter)
@@ -294,7 +288,7 @@ class CudaSession:
         self._missing = set(range(local))
 
     def _make_params(self, cubin: jit.Cubin) -> _MoEParams:
-        spec, config = self._spec, self._config
+        spec, config = self._spec, self.config
         element = 1 if spec.weight_dtype == "fp8" else 2
         params = _MoEParams(
             rank=self._rank,
@@ -344,7 +338,7 @@ class CudaSession:
         """Packs this rank's experts on the GPU, one at a time."""
         self._need_open()
         for expert in experts:
-            check_expert(self._spec, expert, self._config.num_ranks)
+            check_expert(self._spec, expert, self.config.num_ranks)
             pairs = ((expert.w1, expert.w1_scale), (expert.w2, expert.w2_scale))
             for i, (weight, scale) in enumerate(pairs):
                 pack_weight(weight.to(self._device), self._rows[i], self._w[i][expert.index])
@@ -387,7 +381,7 @@ class CudaSession:
         if self._missing:
             raise MegaMoeError("this rank's experts are not all loaded: call load_weights first")
         if self._faulted is not None:
-            raise PeerTimeout(self._faulted, self._config.timeout_s)
+            raise PeerTimeout(self._faulted, self.config.timeout_s)
         assert topk_idx.is_contiguous()
         assert topk_weight.is_contiguous()
         assert out.is_contiguous()
@@ -411,7 +405,7 @@ class CudaSession:
         address = self._address("fault") + (abort - 1) * region.stride
         words = struct.unpack(f"<{len(names)}I", copy_from_device(address, 4 * len(names)))
         self._faulted = native.fault_record(dict(zip(names, words, strict=True)))
-        raise PeerTimeout(self._faulted, self._config.timeout_s)
+        raise PeerTimeout(self._faulted, self.config.timeout_s)
 
     def run_plan(self, plan: object) -> None:
         """Attention-pre plans have a session of their own."""
@@ -480,12 +474,12 @@ class CudaSession:
         """A barrier of hosts through the windows: says who is missing, and cannot hang."""
         self._meetings += 1
         line = struct.pack("<I", self._meetings)
-        for peer in range(self._config.num_ranks):
+        for peer in range(self.config.num_ranks):
             copy_to_device(self._address("host_barrier", peer) + self._rank * _LINE, line)
         own = self._address("host_barrier")
         deadline = time.monotonic() + limit_s
         while True:
-            raw = copy_from_device(own, _LINE * self._config.num_ranks)
+            raw = copy_from_device(own, _LINE * self.config.num_ranks)
             came = [v[0] for v in struct.iter_unpack(f"<I{_LINE - 4}x", raw)]
             missing = tuple(r for r, n in enumerate(came) if n < self._meetings)
             if not missing:
