@@ -26,10 +26,10 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s) {
         for (uint32_t i = 0; i < kTaskSlots; ++i) {
             ptx::barrier_init(s.task_full[i], 1);
             ptx::barrier_init(s.task_empty[i], kMathWarps + 2);  // activations, publish
+            ptx::barrier_init(s.tile_written[i], kMathWarps);
         }
         for (uint32_t i = 0; i < kPullBuffers; ++i) ptx::barrier_init(s.pull_full[i], 1);
         ptx::barrier_init(s.rows_ready, 1);
-        ptx::barrier_init(s.tile_written, kMathWarps);
         ptx::barrier_init_fence();
         const Control& control = p.control(p.rank);
         s.call.stop = ptx::load_relaxed_sys(&control.abort.value) != 0 ? kStopPeer : 0;

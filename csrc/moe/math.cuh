@@ -92,7 +92,7 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
         __syncwarp();
         if (ptx::lane() == 0) {
             ptx::arrive(s.task_empty[math_state(s).task.slot]);
-            ptx::arrive(s.tile_written);
+            ptx::arrive(s.tile_written[math_state(s).task.slot]);
             math_state(s).task.advance();
         }
         __syncwarp();

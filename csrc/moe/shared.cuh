@@ -7,7 +7,8 @@
 namespace megamoe::moe {
 
 inline constexpr uint32_t kStages = 4;
-inline constexpr uint32_t kTaskSlots = 3;
+// One task in the math warps, one being announced, one or two being fed.
+inline constexpr uint32_t kTaskSlots = 4;
 inline constexpr uint32_t kMathThreads = 256, kMathWarps = 8;
 inline constexpr uint32_t kThreads = 384;
 inline constexpr uint32_t kMathRegisters = 232, kOtherRegisters = 40;
@@ -96,7 +97,8 @@ struct SharedStorage {
     // A stage is full when both its weights and its activations have arrived.
     uint64_t stage_full[kStages], stage_empty[kStages];
     uint64_t task_full[kTaskSlots], task_empty[kTaskSlots];
-    uint64_t rows_ready, tile_written;
+    uint64_t tile_written[kTaskSlots];
+    uint64_t rows_ready;
     uint64_t pull_full[kPullBuffers];
 };
 static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KB");
