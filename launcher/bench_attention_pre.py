@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from launcher.attention_trace import chrome_trace, stage_table
 from megamoe.attention_pre.data import random_caches, random_inputs, random_weights
 from megamoe.attention_pre.encode import EncodedPlan, encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
-from megamoe.backends.attention import IN_FLIGHT, AttentionKernel, BoundPlan
+from megamoe.backends.attention import IN_FLIGHT, MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
 
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("--splits", default="", help='split-K by stage, e.g. "D1=1,B0=3"')
     parser.add_argument("--cooperative", type=int, default=1)
     parser.add_argument("--prefixes", action="store_true", help="cumulative subgraphs as well")
-    parser.add_argument("--trace", type=Path, help="stamps of one cold run, as .npz")
+    parser.add_argument("--trace", type=Path, help="a Chrome trace of one cold run")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ATTENTION_MODELS[args.model]
@@ -229,7 +230,7 @@ def main() -> None:
         for kv in kvs:
             batch = batch_of(m, kv)
             tiles = with_splits(full, batch, workers, args.splits)
-            planner = Planner(full, workers, queue=args.queue, tiles=tiles)
+            planner = Planner(full, workers, queue=args.queue, tiles=tiles, cost=MEASURED_COST)
             encoded = encode(planner.plan(batch))
             kernel = bench.kernel(planner, slots=args.slots, cooperative=bool(args.cooperative))
             plans = bench.bind(kernel, encoded, batch, args.copies, args.in_flight)
@@ -246,9 +247,10 @@ def main() -> None:
                 max_rel_err=None)  # fmt: skip
             if args.prefixes:
                 for names in PREFIXES:
-                    part = Planner(subgraph(full, names.split()), workers, queue=args.queue)
-                    cut = encode(part.plan(batch))
-                    plans = bench.bind(bench.kernel(part), cut, batch, args.copies)
+                    cut = subgraph(full, names.split())
+                    part = Planner(cut, workers, queue=args.queue, cost=MEASURED_COST)
+                    less = encode(part.plan(batch))
+                    plans = bench.bind(bench.kernel(part), less, batch, args.copies)
                     add(f"megakernel {names}", batch, kv, "cold", measure(plans, "cold"),
                         floor_us=None, max_rel_err=None)  # fmt: skip
             if args.trace:
@@ -267,10 +269,13 @@ def main() -> None:
 
 
 def save_trace(path: Path, plan: BoundPlan, encoded: EncodedPlan) -> None:
-    """Stamps with the stage of every place of every queue."""
+    """A Chrome trace of the plan's last run; prints when each stage began and ended."""
     fmt = instruction_format()
     opcodes = encoded.instructions[..., fmt.fields["opcode"][0]]
-    np.savez(path, stamps=plan.stamps(), opcodes=opcodes, tasks=encoded.tasks)
+    names = {number: name for name, number in fmt.opcodes.items() if name != "no_op"}
+    for row in stage_table(plan.stamps(), opcodes, names):
+        print(row)
+    path.write_text(json.dumps(chrome_trace(plan.stamps(), opcodes, names)))
 
 
 if __name__ == "__main__":

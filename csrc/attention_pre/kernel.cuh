@@ -37,6 +37,7 @@ MEGAMOE_DEVICE void run_math(const AttentionParams& p, SharedStorage& s) {
         const Task t{p, s, s.slot[at.slot], at.slot, at.phase};
         const uint32_t opcode = __shfl_sync(~0u, t.inst().opcode, 0);
         if (opcode == kExit) return;
+        t.stamp(Stamp::kBegun);
         if (opcode == uint32_t(Opcode::kNoOp)) {
             t.wait_inputs();
         } else {
@@ -51,6 +52,7 @@ MEGAMOE_DEVICE void run_math(const AttentionParams& p, SharedStorage& s) {
                     __trap();
             }
         }
+        t.stamp(Stamp::kStored);
         arrive_warp(s.tile_done[at.slot]);
     }
 }

@@ -137,7 +137,7 @@ struct AttentionParams {
     uint32_t* counters;               // kCounterStride words apart: events, units, tickets
     uint32_t* epochs;                 // [workers]: runs completed on these counters
     Fault* fault;
-    uint64_t* trace;  // [workers][depth][3] ns, with MEGAMOE_ATTENTION_TRACE
+    uint64_t* trace;  // [workers][depth][7] ns, with MEGAMOE_ATTENTION_TRACE
     uint64_t timeout_ns;
     uint32_t depth;
     uint32_t num_operand_rows;

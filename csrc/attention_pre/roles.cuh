@@ -140,8 +140,8 @@ MEGAMOE_DEVICE void drain(uint64_t (&full)[kPages], uint32_t uses) {
 }
 
 // Waits until weight page `use` may be filled: it is free, and few pages are on their way. More
-// would not stream faster, but whatever else this SM asks of L2 (inputs, events, partial sums) would
-// queue behind them.
+// would not stream faster, but whatever else this SM asks of L2 (inputs, events, partial sums)
+// would queue behind them.
 MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, uint32_t use) {
     if (use >= p.in_flight) {
         const WeightPage landing(use - p.in_flight);
@@ -414,7 +414,7 @@ MEGAMOE_DEVICE void run_publisher(const AttentionParams& p, SharedStorage& s) {
             if (event != kNoCounter)
                 ptx::add_release_gpu(counter(p, event), slot.inst.signal_increment[lane]);
         }
-        if (lane == 0) stamp(p, slot, Stamp::kDone);
+        if (lane == 0) stamp(p, slot, Stamp::kPublished);
         arrive_warp(s.instruction_finished[at.slot]);
     }
 }

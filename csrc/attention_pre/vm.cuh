@@ -160,6 +160,28 @@ MEGAMOE_DEVICE void arrive_warp(uint64_t& bar) {
     if (ptx::lane() == 0) ptx::arrive(bar);
 }
 
+// Times of an instruction: seen by the weight loader, events waited for, body begun, first operands
+// of its main loop there, main loop done, results stored by math, and published.
+enum class Stamp : uint32_t {
+    kVisible,
+    kInputsReady,
+    kBegun,
+    kLoaded,
+    kSummed,
+    kStored,
+    kPublished,
+    kCount
+};
+
+// One lane.
+MEGAMOE_DEVICE void stamp(const AttentionParams& p, const Slot& slot, Stamp what) {
+#ifdef MEGAMOE_ATTENTION_TRACE
+    const uint64_t queue = p.dynamic ? 0 : blockIdx.x;
+    p.trace[(queue * p.depth + slot.place) * uint32_t(Stamp::kCount) + uint32_t(what)] =
+        ptx::now_ns();
+#endif
+}
+
 // One instruction, as the bodies see it.
 struct Task {
     const AttentionParams& p;
@@ -175,6 +197,9 @@ struct Task {
     }
     MEGAMOE_DEVICE bool has(InstructionFlag flag) const { return inst().flags & flag; }
     MEGAMOE_DEVICE void wait_inputs() const { wait_always(s.inputs_ready[slot_index], phase); }
+    MEGAMOE_DEVICE void stamp(Stamp what) const {
+        if (threadIdx.x == 0) attention::stamp(p, slot, what);
+    }
     MEGAMOE_DEVICE void wait_scales() const { wait_always(s.scales_ready[slot_index], phase); }
 };
 
@@ -198,17 +223,6 @@ MEGAMOE_DEVICE bool last_of_unit(const Task& t) {
     }
     ptx::named_barrier<kMathThreads>(kMathBarrier);
     return s.last;
-}
-
-enum class Stamp : uint32_t { kVisible, kInputsReady, kDone, kCount };
-
-// One lane.
-MEGAMOE_DEVICE void stamp(const AttentionParams& p, const Slot& slot, Stamp what) {
-#ifdef MEGAMOE_ATTENTION_TRACE
-    const uint64_t queue = p.dynamic ? 0 : blockIdx.x;
-    p.trace[(queue * p.depth + slot.place) * uint32_t(Stamp::kCount) + uint32_t(what)] =
-        ptx::now_ns();
-#endif
 }
 
 }  // namespace megamoe::attention

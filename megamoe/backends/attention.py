@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megamoe import jit
 from megamoe.attention_pre.encode import EncodedPlan, instruction_format, operand_table
+from megamoe.attention_pre.schedule import CostModel
 from megamoe.attention_pre.tiling import Specialization
 from megamoe.backends.cuda_driver import Kernel, Module, tensor_map
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
@@ -56,9 +57,12 @@ _MAX_BAND: Final = 128
 _MAX_TILES: Final = 2
 _MAX_OPERAND_ROWS: Final = 16
 _FAULT_WORDS: Final = 7
-_STAMPS: Final = 3
+_STAMPS: Final = 7
 IN_FLIGHT: Final = 4
-"""64 KiB per SM saturate the memory; more only makes everything else queue behind weights."""
+"""64 KiB per SM saturate the memory; with ten pages a call takes 1–3 % longer."""
+MEASURED_COST: Final = CostModel(event_us=0.8, body_us=4.0)
+"""For ``Planner``: what this kernel's tasks cost on an H200 besides bytes. With these figures the
+estimates of the kinds of queue fall in the order that was measured (``docs/attention_pre.md``)."""
 
 
 class AttentionFault(MegaMoeError, TimeoutError):
@@ -411,7 +415,7 @@ class BoundPlan:
             t.zero_()
 
     def stamps(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """With ``trace``: int64 [queues, depth, 3] ns: visible, inputs ready, done."""
+        """With ``trace``: int64 [queues, depth, 7] ns, the stamps of ``vm.cuh``; 0: not reached."""
         if not self.kernel.trace:
             raise SpecError("this kernel stamps nothing: AttentionKernel(..., trace=True)")
         shape = (*self.encoded.instructions.shape[:2], _STAMPS)

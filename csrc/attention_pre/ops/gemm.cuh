@@ -84,6 +84,7 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
                 const WeightPage weight(weight_use++);
                 weight_index[u][tile] = weight.index;
                 wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+                if (first + u + tile == 0) t.stamp(Stamp::kLoaded);
                 const uint32_t a = weights + weight.index * (kPageBytes / 16);
                 wgmma::pin(part[u][tile]);
                 wgmma::fence();
@@ -123,6 +124,7 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
                 arrive_warp(s.input_free[input_index[u]]);
         }
     }
+    t.stamp(Stamp::kSummed);
 }
 
 // BF16: wgmma adds over all of K.
@@ -187,6 +189,7 @@ MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
                 arrive_warp(s.input_free[input_index[u]]);
         }
     }
+    t.stamp(Stamp::kSummed);
 }
 
 // ---------------------------------------------------------------- rows
