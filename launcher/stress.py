@@ -79,6 +79,7 @@ class _Options:
     workers: int
     backend: Backend
     timeout: float
+    replay: Path | None
     output: Path | None
     json: bool
 
@@ -108,6 +109,10 @@ def command(
     weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
     block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 8,
     workers: Annotated[int, typer.Option(help="CPU worker threads per rank; 0 shares cores.")] = 2,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Also a recorded routing: ids [N,K] or loads [E], .safetensors or .pt."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write every case to this JSON file.")] = None,
     backend: BackendOption = "auto",
     timeout: Annotated[float, typer.Option(help="Limit of each wait inside a call, s.")] = 30,
@@ -134,6 +139,7 @@ def command(
                 workers,
                 cast("Backend", backend),
                 timeout,
+                replay,
                 output,
                 as_json,
             )
@@ -158,6 +164,7 @@ def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
 def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
     from launcher.workloads import tokens_per_rank
 
+    replay = () if options.replay is None else (f"replay:{options.replay}",)
     for seed in range(options.seeds):
         seen = set()
         for pattern in TOKENS:
@@ -165,7 +172,7 @@ def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
             if tokens in seen or not any(tokens):
                 continue
             seen.add(tokens)
-            for routing in ROUTINGS:
+            for routing in (*ROUTINGS, *replay):
                 if num_ranks == 1 and routing.startswith(("remote", "empty_rank")):
                     continue  # needs a second rank
                 yield _Load(routing, tokens, seed)

@@ -148,7 +148,8 @@ class EpConfig:
             value = getattr(self, field)
             if value < 0:
                 raise CapacityError(
-                    f"{field} = {value}: the smallest ring has 1 block; 0 picks the recommendation"
+                    f"{field} = {value}: the smallest ring has 1 block ({self.block_m} tokens); "
+                    "0 picks the recommendation"
                 )
         for field in ("wave_blocks", "l2_lag_blocks", "num_workers", "reserved_sms"):
             _need(getattr(self, field) >= 0, field, getattr(self, field), "0 (choose) or positive")
@@ -180,7 +181,8 @@ class EpConfig:
         if wave > min(b1, b2):
             raise CapacityError(
                 f"wave_blocks = {wave} exceeds a ring (L1 {b1}, L2 {b2} blocks): "
-                f"ask for waves of at most {min(b1, b2)} blocks or rings of at least {wave}"
+                f"ask for waves of at most {min(b1, b2)} blocks, or rings of at least {wave} "
+                f"({wave * self.block_m} tokens)"
             )
         return replace(
             self,

@@ -103,10 +103,6 @@ class Session(Protocol):
         """
         ...
 
-    def run_plan(self, plan: object) -> None:
-        """Runs an attention-pre plan (GPU sessions)."""
-        ...
-
     def counters(self) -> Counters:
         """Figures since the session was opened or cleared."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor, bfloat16
 
 from megamoe import native
 from megamoe.backends.base import Counters, need_same_layer
-from megamoe.errors import BackendUnavailable, GroupBroken, MegaMoeError, PeerTimeout
+from megamoe.errors import GroupBroken, MegaMoeError, PeerTimeout
 from megamoe.layout import window_layout
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, SymmetricMemory
@@ -107,12 +107,6 @@ class CpuSession:
         assert idx.shape[0] == self._num_tokens == out.shape[0]
         if not session.run(self._num_tokens, idx.data_ptr(), weight.data_ptr(), out.data_ptr()):
             raise self._timeout()
-
-    def run_plan(self, plan: object) -> None:
-        """Attention-pre plans run on GPUs, or in the interpreter."""
-        raise BackendUnavailable(
-            "the CPU backend runs MoE layers only; megamoe.attention_pre.interpret runs a plan"
-        )
 
     def counters(self) -> Counters:
         """Figures since the session was opened or cleared."""

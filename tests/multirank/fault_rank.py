@@ -22,6 +22,8 @@ SPEC = MoESpec(hidden=256, inter=128, num_experts=6, topk=2)
 LIMIT_S = 1.0
 RESET_LIMIT_S = 2.0
 TOKENS = 16
+MAX_TOKENS = 65536
+WINDOW_BYTES = MAX_TOKENS * SPEC.topk * SPEC.hidden * 2  # combine slots: most of a window
 
 
 def send(pipe: Connection, **fields: object) -> None:
@@ -44,7 +46,7 @@ def call(layer: MoELayer, rank: int, pipe: Connection) -> None:
 def main(rank: int, num_ranks: int, store: str, script: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     config = EpConfig(
-        num_ranks=num_ranks, max_tokens=TOKENS, block_m=8, num_workers=1, timeout_s=LIMIT_S
+        num_ranks=num_ranks, max_tokens=MAX_TOKENS, block_m=8, num_workers=1, timeout_s=LIMIT_S
     )
     layer = open_layer(SPEC, config, backend="cpu")
     layer.load_weights(random_experts(SPEC, rank, num_ranks, seed=0))

@@ -56,7 +56,7 @@ def start(tmp_path):
         for r, script in enumerate(scripts):
             ranks.append(Rank(r, len(scripts), tmp_path / "store", script))
         for rank in ranks:
-            assert rank.answer()["step"] == "open"
+            assert rank.answer()["window"] > fault_rank.WINDOW_BYTES
         return ranks
 
     used = shutil.disk_usage("/dev/shm").used
@@ -64,12 +64,12 @@ def start(tmp_path):
     for rank in ranks:
         rank.process.kill()
         rank.exit_code()
-    # No window outlives its group, however the ranks ended.
-    assert not [n for n in os.listdir("/dev/shm") if "megamoe" in n]
+    # No window outlives its group, however the ranks ended. Windows have no names to look for.
+    window = fault_rank.WINDOW_BYTES
     deadline = time.monotonic() + 20
-    while shutil.disk_usage("/dev/shm").used > used and time.monotonic() < deadline:
+    while shutil.disk_usage("/dev/shm").used - used >= window and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert shutil.disk_usage("/dev/shm").used <= used
+    assert shutil.disk_usage("/dev/shm").used - used < window
 
 
 def check_record(record: dict, peer: int, *, observers: set[int], epoch: int | None) -> None:

@@ -27,14 +27,17 @@ def app():
 @pytest.mark.multirank
 def test_two_rank_processes(tmp_path):
     out = tmp_path / "stress.json"
+    recorded = tmp_path / "recorded.pt"
+    torch.save(torch.tensor([[0, 0], [3, -1], [1, 2]]), recorded)
     args = ["-m", "launcher.stress", "--ranks", "2", "--sizes", "2", "--output", str(out), *SMALL]
+    args += ["--replay", str(recorded)]
     done = subprocess.run([sys.executable, *args, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
     started = "torchrun --nproc-per-node 2 -m launcher.stress --sizes 2 "
     assert result["meta"]["command"].startswith(started)
     rows = result["rows"]
-    assert len(rows) == 3 * len(stress.ROUTINGS) * len(stress.RINGS)
+    assert len(rows) == 3 * (len(stress.ROUTINGS) + 1) * len(stress.RINGS)
     assert all(r["bitwise_equal"] and r["ok"] for r in rows)
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
     assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)

@@ -86,9 +86,10 @@ MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
             (p.turn + 1) * s.l2_tiles()};
 }
 
-// Units meet at the grid barrier this often in a call, always.
+// CPU units meet at the grid barrier this often in a call, always. On a GPU each CTA arrives once,
+// when it has listed its routes, and only the last to arrive goes on to raise the flags.
 inline constexpr uint32_t kBarriersPerCall = 2;
-// Arrivals that complete barrier `index` (0 or 1) of call `epoch` (from 1).
+// Arrivals that complete barrier `index` (0 or 1) of call `epoch` (from 1), on CPU ranks.
 MEGAMOE_HD constexpr uint32_t barrier_target(uint32_t epoch, uint32_t index, uint32_t num_units) {
     return ((epoch - 1) * kBarriersPerCall + index + 1) * num_units;
 }
