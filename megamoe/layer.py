@@ -154,8 +154,10 @@ class MoELayer:
             raise InputError(
                 f"tensors are on {given}: put all of them on one {self.backend} device"
             )
-        if topk_idx.device.type == "cpu" and num_tokens:
-            low, high = int(topk_idx.min()), int(topk_idx.max())
+        # While a graph is captured nothing can be read back: the capturer answers for the ids.
+        capturing = topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()
+        if num_tokens and not capturing:
+            low, high = (int(v) for v in topk_idx.aminmax())
             if low < -1 or high >= spec.num_experts:
                 bad = low if low < -1 else high
                 row, col = (topk_idx == bad).nonzero()[0].tolist()
