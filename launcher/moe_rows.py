@@ -219,6 +219,8 @@ def _row(
         on_round=on_round,
     )
     counters = group.gather(layer.counters())
+    threads = {c.name: c.threads for c in others if isinstance(c, HfExperts)}
+    threads = group.gather(threads)[0]
     spread = skew(group.gather(batch.topk_idx.cpu()), batch.spec)
     mine = measured.get(ours.name)
     peers = {n: t for n, t in measured.items() if n != ours.name}
@@ -259,6 +261,7 @@ def _row(
             name: {
                 "check": verdicts[name].to_dict() if name in verdicts else None,
                 "times": measured[name].to_dict() if name in measured else None,
+                "threads": threads.get(name),
             }
             for name in (ours.name, *(c.name for c in others))
         },

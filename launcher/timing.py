@@ -28,12 +28,15 @@ class Times:
         median_us: of the calls.
         p99_us: 99th percentile; with fewer than 100 calls, the slowest.
         best_us: the fastest call.
+        cpu_us: median of the processor time of all ranks together; what a busy machine cannot
+            stretch, where ``median_us`` is stretched.
         calls: how many.
     """
 
     median_us: float
     p99_us: float
     best_us: float
+    cpu_us: float
     calls: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,11 +44,12 @@ class Times:
         return asdict(self)
 
 
-def times(seconds: Sequence[float]) -> Times:
-    """Statistics of durations given in seconds."""
+def times(seconds: Sequence[float], cpu_seconds: Sequence[float]) -> Times:
+    """Statistics of calls: duration and processor time of each, in seconds."""
     ordered = sorted(s * 1e6 for s in seconds)
     p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
-    return Times(statistics.median(ordered), p99, ordered[0], len(ordered))
+    cpu = statistics.median(cpu_seconds) * 1e6
+    return Times(statistics.median(ordered), p99, ordered[0], cpu, len(ordered))
 
 
 def take_turns(
@@ -72,7 +76,7 @@ def take_turns(
     Returns:
         Times by name, equal on every rank.
     """
-    durations: dict[str, list[float]] = {name: [] for name in calls}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             spent = 0.0
@@ -80,17 +84,22 @@ def take_turns(
                 # Ranks meet, and agree whether to go on.
                 if max(group.gather(spent)) > turn_s:
                     break
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
                 call()
                 if i >= warmup:
-                    durations[name].append(time.perf_counter() - start)
-                    spent += durations[name][-1]
+                    took = time.perf_counter() - start
+                    measured[name].append((took, time.process_time() - cpu_start))
+                    spent += took
             on_round()
-    by_rank = group.gather(durations)
-    return {
-        name: times([max(c) for c in zip(*(d[name] for d in by_rank), strict=True)])
-        for name in calls
-    }
+    by_rank = group.gather(measured)
+    found = {}
+    for name in calls:
+        of_call = list(zip(*(m[name] for m in by_rank), strict=True))
+        found[name] = times(
+            [max(wall for wall, _ in ranks) for ranks in of_call],
+            [sum(cpu for _, cpu in ranks) for ranks in of_call],
+        )
+    return found
 
 
 # ---------------------------------------------------------------- memory

@@ -17,12 +17,13 @@ SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=2)
 
 
 def test_times_are_order_statistics():
-    found = timing.times([n / 1e3 for n in range(200, 0, -1)])
+    found = timing.times([n / 1e3 for n in range(200, 0, -1)], [2.0, 1.0, 4.0])
+    assert found.cpu_us == pytest.approx(2e6)
     assert found.median_us == pytest.approx(100.5e3)
     assert found.p99_us == pytest.approx(198e3)
     assert found.best_us == pytest.approx(1e3)
     assert found.calls == 200
-    assert timing.times([0.5, 0.25]).p99_us == pytest.approx(0.5e6)
+    assert timing.times([0.5, 0.25], [0.0]).p99_us == pytest.approx(0.5e6)
 
 
 def test_contenders_take_turns_and_a_long_turn_ends_early():
@@ -85,6 +86,7 @@ def test_the_slowest_rank_is_the_time():
     first, second = run_threads(2, body)
     assert first == second
     assert first.best_us >= 20e3
+    assert first.cpu_us < 20e3, "sleeping takes no processor time"
 
 
 def test_an_error_on_one_rank_is_raised_on_all():
