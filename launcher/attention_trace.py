@@ -1,4 +1,4 @@
-"""Stamps of a traced attention-pre run as a Chrome/Perfetto trace and as a table of stages.
+"""Stamps of a traced attention-pre run as a Chrome/Perfetto trace, a table of stages, a picture.
 
 A record is the stamps of one instruction in nanoseconds, in the order of ``STAMPS``; 0 where the
 instruction did not pass. Chrome's ``trace_event`` format: a process per CTA, a thread per role.
@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["STAMPS", "chrome_trace", "stage_table"]
+__all__ = ["STAMPS", "chrome_trace", "stage_table", "timeline_svg"]
 
 STAMPS: Final = ("visible", "inputs ready", "begun", "loaded", "summed", "stored", "published")
 """As in ``csrc/attention_pre/vm.cuh``."""
@@ -98,3 +98,47 @@ def stage_table(
             row[stamp] = [min(seen), float(np.median(seen)), max(seen)] if seen else None
         rows.append(row)
     return rows
+
+
+_LEFT, _WIDTH, _ROW, _TOP = 90, 1000, 46, 24
+
+
+def timeline_svg(
+    stamps: NDArray[np.int64], opcodes: NDArray[np.uint32], names: Mapping[int, str]
+) -> str:
+    """A row per opcode, a line per task: light until its inputs are ready, then dark."""
+    times = _microseconds(stamps)
+    present = [(number, name) for number, name in names.items() if bool((opcodes == number).any())]
+    end = float(np.nanmax(times))
+    scale = _WIDTH / end
+    height = _TOP + _ROW * len(present) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for tick in range(0, int(end) + 1, 5):
+        x = _LEFT + tick * scale
+        parts.append(f'<path d="M{x:.1f} {_TOP}V{height - 20}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{tick} µs</text>')
+    visible, ready, published = (STAMPS.index(s) for s in ("visible", "inputs ready", "published"))
+    for row, (number, name) in enumerate(present):
+        mine = times[(opcodes == number) & (stamps > 0).any(-1)]
+        mine = mine[np.argsort(mine[:, ready])]
+        top = _TOP + row * _ROW
+        parts.append(f'<text x="4" y="{top + _ROW / 2:.0f}">{name} ({len(mine)})</text>')
+        step = (_ROW - 8) / max(len(mine), 1)
+        for i, task in enumerate(mine.tolist()):
+            y = top + 2 + i * step
+            # Inputs may be ready before the weight loader gets to the instruction.
+            spans = (
+                (task[visible], task[ready], "#9ecae1"),
+                (task[ready], task[published], "#e6730a"),
+            )
+            for first, last, colour in spans:
+                if last > first:
+                    parts.append(
+                        f'<rect x="{_LEFT + first * scale:.1f}" y="{y:.2f}" fill="{colour}" '
+                        f'width="{(last - first) * scale:.1f}" height="{step:.2f}"/>'
+                    )
+    return "\n".join([*parts, "</svg>"]) + "\n"

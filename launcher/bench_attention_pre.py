@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from launcher.attention_trace import chrome_trace, stage_table
+from launcher.attention_trace import chrome_trace, stage_table, timeline_svg
 from megamoe.attention_pre.data import random_caches, random_inputs, random_weights
 from megamoe.attention_pre.encode import EncodedPlan, encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--splits", default="", help='split-K by stage, e.g. "D1=1,B0=3"')
     parser.add_argument("--cooperative", type=int, default=1)
     parser.add_argument("--prefixes", action="store_true", help="cumulative subgraphs as well")
-    parser.add_argument("--trace", type=Path, help="a Chrome trace of one cold run")
+    parser.add_argument(
+        "--trace", type=Path, help="a Chrome trace of one cold run, and a picture beside it"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ATTENTION_MODELS[args.model]
@@ -276,6 +278,7 @@ def save_trace(path: Path, plan: BoundPlan, encoded: EncodedPlan) -> None:
     for row in stage_table(plan.stamps(), opcodes, names):
         print(row)
     path.write_text(json.dumps(chrome_trace(plan.stamps(), opcodes, names)))
+    path.with_suffix(".svg").write_text(timeline_svg(plan.stamps(), opcodes, names))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
-from launcher.attention_trace import STAMPS, chrome_trace, stage_table
+from launcher.attention_trace import STAMPS, chrome_trace, stage_table, timeline_svg
 
 NAMES = {1: "A0", 2: "B0"}
 
@@ -36,3 +38,11 @@ def test_rows_have_first_median_and_last(run):
     assert rows["A0"]["stored"] == [3.0, 3.0, 3.0]
     assert rows["A0"]["loaded"] is None
     assert rows["B0"]["published"] == [7.0, 7.0, 7.0]
+
+
+def test_the_picture_has_two_spans_per_task(run):
+    root = ElementTree.fromstring(timeline_svg(*run, NAMES))
+    spans = [r for r in root.iter() if r.tag.endswith("rect") and "x" in r.attrib]
+    widths = sorted(float(r.attrib["width"]) for r in spans)
+    per_us = 1000 / 7.0
+    assert widths == pytest.approx([us * per_us for us in (0.5, 2.8, 3.5, 4.1)], abs=0.06)
