@@ -134,7 +134,7 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
     busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
     # Room for every expert's block when each has few rows, so that no pull waits for a slot.
     local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
-    rings = min(config.max_blocks(spec), max(64, local + 8) if busy == 1 else 64)
+    rings = min(config.max_blocks(spec), max(64, local + 8))
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
     wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
     lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
@@ -406,12 +406,6 @@ class CudaSession:
         words = struct.unpack(f"<{len(names)}I", copy_from_device(address, 4 * len(names)))
         self._faulted = native.fault_record(dict(zip(names, words, strict=True)))
         raise PeerTimeout(self._faulted, self.config.timeout_s)
-
-    def run_plan(self, plan: object) -> None:
-        """Attention-pre plans have a session of their own."""
-        raise BackendUnavailable(
-            "this session runs one MoE layer; open a plan to run attention-pre"
-        )
 
     def trace(self) -> Tensor:
         """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
