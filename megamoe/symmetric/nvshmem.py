@@ -14,7 +14,7 @@ class NvshmemMemory:
     """Symmetric memory of NVSHMEM, initialised from a ``torch.distributed`` group.
 
     Peers must be reachable by load and store (one NVLink domain): the kernel takes their addresses.
-    Freeing is collective in NVSHMEM and closing a layer is not: windows live as long as the process.
+    Freeing is collective in NVSHMEM, closing a layer is not: windows live as long as the process.
     """
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
