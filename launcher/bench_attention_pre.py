@@ -31,8 +31,9 @@ from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
 from megamoe.backends.attention import IN_FLIGHT, MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
+from megamoe.telemetry import Sampler
 
-__all__ = ["Bench", "batch_of", "floor_us", "main"]
+__all__ = ["Bench", "batch_of", "empty_frame", "floor_us", "main", "with_splits"]
 
 READ_CEILING: Final = 4.70e6
 """Bytes per microsecond: an H200's measured bulk read rate."""
@@ -56,10 +57,13 @@ def floor_us(tensors: Mapping[str, Tensor], batch: Batch, spec: AttentionPreSpec
 
 @dataclass
 class Timing:
-    """Microseconds per launch, of several replays of a graph."""
+    """Microseconds per launch, of several replays of a graph; and the GPU's state meanwhile."""
 
     median_us: float
     p99_us: float
+    sm_mhz: float | None
+    watts: float | None
+    throttle: list[str] | None
 
 
 def time_graph(launches: Sequence[Callable[[torch.cuda.Stream], None]], replays: int) -> Timing:
@@ -80,8 +84,19 @@ def time_graph(launches: Sequence[Callable[[torch.cuda.Stream], None]], replays:
         end.record()
         torch.cuda.synchronize()
         samples.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    for _ in range(50):  # enough to look at the clocks meanwhile
+        graph.replay()
+    reading = Sampler(torch.cuda.current_device()).read()
+    torch.cuda.synchronize()
+    clock, events = reading.values.get("sm_clock_hertz"), reading.clocks_events
     samples.sort()
-    return Timing(statistics.median(samples), samples[math.ceil(0.99 * len(samples)) - 1])
+    return Timing(
+        statistics.median(samples),
+        samples[math.ceil(0.99 * len(samples)) - 1],
+        None if clock is None else clock / 1e6,
+        reading.values.get("power_watts"),
+        None if events is None else [name for name, on in events.items() if on],
+    )
 
 
 class Bench:
@@ -215,6 +230,9 @@ def main() -> None:
             "l2": l2,
             "us": round(timing.median_us, 3),
             "p99_us": round(timing.p99_us, 3),
+            "sm_mhz": timing.sm_mhz,
+            "watts": timing.watts,
+            "throttle": timing.throttle,
             **more,
         }
         rows.append(row)
