@@ -63,7 +63,9 @@ def command(
         int | None, typer.Option(min=1, help="Fewer experts than the model has.")
     ] = None,
     weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
-    block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 32,
+    block_m: Annotated[
+        int, typer.Option(help="Rows of a ring block; 0 takes the backend's choice.")
+    ] = 0,
     ring_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
     ] = 0,

@@ -30,6 +30,8 @@ INDEX_DIM: Final = 128
 """Columns of an index head: one quantisation group."""
 INDEX_PAGE: Final = 64
 """Keys of a page of the index cache."""
+CPU_BLOCK_M: Final = 32
+"""Rows of a ring block on CPU ranks where nothing else is asked for."""
 MAX_TOPK: Final = 32
 MAX_SHARED: Final = 8
 MAX_RANKS: Final = 72
@@ -114,7 +116,8 @@ class EpConfig:
     Attributes:
         num_ranks: R.
         max_tokens: the most tokens that one rank may bring to a call.
-        block_m: rows of a ring block; the unit in which experts' rows are scheduled.
+        block_m: rows of a ring block, the unit in which experts' rows are scheduled; 0 takes the
+            backend's choice (32 on CPU ranks, 128 on GPUs).
         ring_l1_blocks: B1, blocks of the ring of pulled tokens; 0 picks the recommendation.
         ring_l2_blocks: B2, blocks of the ring of intermediates; 0 picks the recommendation.
         wave_blocks: consecutive blocks of one expert that share a pass over its weights; 0 picks
@@ -129,7 +132,7 @@ class EpConfig:
 
     num_ranks: int
     max_tokens: int
-    block_m: int = 32
+    block_m: int = 0
     ring_l1_blocks: int = 0
     ring_l2_blocks: int = 0
     wave_blocks: int = 0
@@ -141,19 +144,22 @@ class EpConfig:
     def __post_init__(self) -> None:
         _need(1 <= self.num_ranks <= MAX_RANKS, "num_ranks", self.num_ranks, f"in 1..{MAX_RANKS}")
         _need(1 <= self.max_tokens < 1 << 24, "max_tokens", self.max_tokens, "in 1..2**24-1")
-        _need(
-            self.block_m in (8, 16, 32, 64, 128, 256), "block_m", self.block_m, "8, 16, 32, ... 256"
-        )
+        blocks = (0, 8, 16, 32, 64, 128, 256)
+        _need(self.block_m in blocks, "block_m", self.block_m, "8, 16, 32, ... 256, or 0 (choose)")
         for field in ("ring_l1_blocks", "ring_l2_blocks"):
             value = getattr(self, field)
             if value < 0:
                 raise CapacityError(
-                    f"{field} = {value}: the smallest ring has 1 block ({self.block_m} tokens); "
+                    f"{field} = {value}: the smallest ring has 1 block ({self._rows} tokens); "
                     "0 picks the recommendation"
                 )
         for field in ("wave_blocks", "l2_lag_blocks", "num_workers", "reserved_sms"):
             _need(getattr(self, field) >= 0, field, getattr(self, field), "0 (choose) or positive")
         _need(self.timeout_s > 0, "timeout_s", self.timeout_s, "positive")
+
+    @property
+    def _rows(self) -> int:
+        return self.block_m or CPU_BLOCK_M
 
     def max_blocks(self, spec: MoESpec) -> int:
         """The most blocks that one rank can receive in one call."""
@@ -161,8 +167,8 @@ class EpConfig:
         # A masked or duplicate id never adds routes, so R * T_max * K bounds the routed rows; each
         # expert wastes less than one block.
         routed = self.num_ranks * self.max_tokens * spec.topk
-        shared = spec.num_shared * -(-self.max_tokens // self.block_m)
-        return min(routed, routed // self.block_m + local) + shared
+        shared = spec.num_shared * -(-self.max_tokens // self._rows)
+        return min(routed, routed // self._rows + local) + shared
 
     def resolved(self, spec: MoESpec) -> EpConfig:
         """The same configuration with every 0 replaced by the recommended value.
@@ -172,7 +178,7 @@ class EpConfig:
         """
         most = self.max_blocks(spec)
         mean_rows = self.max_tokens * spec.topk * self.num_ranks // spec.num_experts
-        wave = self.wave_blocks or max(1, min(8, -(-mean_rows // self.block_m)))
+        wave = self.wave_blocks or max(1, min(8, -(-mean_rows // self._rows)))
         # One wave each for pulling, Linear 1 and Linear 2, and one spare; never more than the load.
         recommended = min(most, max(4 * wave, 16))
         b1 = self.ring_l1_blocks or recommended
@@ -182,10 +188,11 @@ class EpConfig:
             raise CapacityError(
                 f"wave_blocks = {wave} exceeds a ring (L1 {b1}, L2 {b2} blocks): "
                 f"ask for waves of at most {min(b1, b2)} blocks, or rings of at least {wave} "
-                f"({wave * self.block_m} tokens)"
+                f"({wave * self._rows} tokens)"
             )
         return replace(
             self,
+            block_m=self._rows,
             ring_l1_blocks=b1,
             ring_l2_blocks=b2,
             wave_blocks=wave,

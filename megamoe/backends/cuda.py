@@ -129,6 +129,7 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
         raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
     if spec.num_experts > _MAX_EXPERTS:
         raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
+    config = replace(config, block_m=config.block_m or _MAX_BLOCK_M)
     # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
     mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
     busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
