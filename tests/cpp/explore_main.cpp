@@ -286,7 +286,6 @@ int run_bugs() {
             bug_name(bug), found ? "true" : "false", first_line(wrong.what).c_str(), wrong.states,
             first_line(unsound.what).c_str(), unsound.states, first_line(at_random).c_str(),
             counts.schedules, clock.seconds());
-        std::fflush(stdout);
     }
     return status;
 }
@@ -294,6 +293,7 @@ int run_bugs() {
 }  // namespace
 
 int main(int argc, char** argv) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     const std::string_view mode = argc > 1 ? argv[1] : "";
     const double seconds = argc > 2 ? std::atof(argv[2]) : 60;
     if (mode == "exhaustive")
