@@ -210,6 +210,8 @@ def test_code_of_an_instruction_set_does_not_leak():
         symbols = run("nm", "--demangle", "--defined-only", path).stdout.splitlines()
         assert symbols, path
         shared = [line for line in symbols if line.split()[1] in {"W", "V", "u", "w", "v"}]
+        # A pointer to the C++ runtime's unwinder, not code: any copy serves.
+        shared = [line for line in shared if not line.split()[2].startswith("DW.ref.")]
         assert shared == [], f"{path.name}: make these static, or use an unnamed namespace"
 
 
