@@ -17,6 +17,10 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?= -m "not gpu"
 DEMO_ARGS ?=
 
+# Containers often set it. Without byte code on disk every process compiles torch and transformers
+# again, which doubles the time of the demo and of each test that starts processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 PY := $(VENV)/bin/python
 , := ,
 
