@@ -1,11 +1,10 @@
 // The explorer of the protocol's interleavings. Prints one JSON object per line.
 //
-//   explore_protocol exhaustive SECONDS [all]   2 ranks x 2 experts x 1 unit, two calls, every
-//   state;
-//                                               `all`: every routing, else a choice of them
-//   explore_protocol bounded SECONDS            larger cases, as far as the time goes
-//   explore_protocol random SECONDS SEED        seeded schedules of 2 to 4 ranks at minimum rings
-//   explore_protocol bugs                       finds every planted bug, by search and at random
+//   explore_protocol exhaustive SECONDS some|all CALLS   2 ranks x 2 experts x 1 unit, every state,
+//                                                        for some or all routings of two calls
+//   explore_protocol bounded SECONDS       larger cases, as far as the time goes
+//   explore_protocol random SECONDS SEED   seeded schedules of 2 to 4 ranks at minimum rings
+//   explore_protocol bugs                  finds every planted bug, by search and at random
 //
 // Exit status 1: the protocol was found wrong, or one of the ways missed a planted bug.
 #include <cstdio>
@@ -74,13 +73,15 @@ constexpr Size kSmallest{2, 2, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1};
 // What a rank can bring to a call: no token, a masked one, one for expert 0, one for expert 1.
 constexpr uint32_t kChoices = 4;
 
-// Two calls of two ranks; `code` has a digit to base 4 per call and rank.
-Scenario smallest(uint32_t code) {
+// `code` has a digit to base 4 per call and rank, for two calls; a third is the first with the
+// ranks' choices exchanged.
+Scenario smallest(uint32_t code, uint32_t num_calls = 2) {
     Scenario scenario{"smallest", make_shape(kSmallest), 1, {}};
-    for (uint32_t call = 0; call < 2; ++call) {
+    for (uint32_t call = 0; call < num_calls; ++call) {
         auto& ranks = scenario.calls.emplace_back();
-        for (uint32_t r = 0; r < 2; ++r, code /= kChoices) {
-            const int choice = int(code % kChoices);
+        for (uint32_t r = 0; r < 2; ++r) {
+            const uint32_t digit = call < 2 ? 2 * call + r : 1 - r;
+            const int choice = int(code >> (2 * digit) & 3);
             std::vector<int32_t> idx;
             if (choice > 0) idx.push_back(choice - 2);
             ranks.push_back(make_input(scenario.shape, r, call, idx));
@@ -101,13 +102,13 @@ std::vector<uint32_t> chosen_routings(bool all) {
     return codes;
 }
 
-int run_exhaustive(double seconds, bool all) {
+int run_exhaustive(double seconds, bool all, uint32_t num_calls) {
     const Clock clock;
     uint64_t states = 0, transitions = 0, largest = 0;
     uint32_t depth = 0, done = 0;
     const std::vector<uint32_t> codes = chosen_routings(all);
     for (uint32_t code : codes) {
-        const Scenario scenario = smallest(code);
+        const Scenario scenario = smallest(code, num_calls);
         World world(scenario, Bug::kNone);
         const Outcome outcome = Search(world, {seconds - clock.seconds(), 50'000'000}).run();
         states += outcome.states;
@@ -124,11 +125,11 @@ int run_exhaustive(double seconds, bool all) {
         ++done;
     }
     std::printf(
-        "{\"mode\": \"exhaustive\", \"ranks\": 2, \"experts\": 2, \"units\": 1, \"calls\": 2, "
+        "{\"mode\": \"exhaustive\", \"ranks\": 2, \"experts\": 2, \"units\": 1, \"calls\": %u, "
         "\"routings\": %zu, \"routings_done\": %u, \"complete\": %s, \"states\": %lu, "
         "\"largest\": %lu, \"transitions\": %lu, \"depth\": %u, \"seconds\": %.1f}\n",
-        codes.size(), done, done == codes.size() ? "true" : "false", states, largest, transitions,
-        depth, clock.seconds());
+        num_calls, codes.size(), done, done == codes.size() ? "true" : "false", states, largest,
+        transitions, depth, clock.seconds());
     return 0;
 }
 
@@ -297,7 +298,8 @@ int main(int argc, char** argv) {
     const std::string_view mode = argc > 1 ? argv[1] : "";
     const double seconds = argc > 2 ? std::atof(argv[2]) : 60;
     if (mode == "exhaustive")
-        return run_exhaustive(seconds, argc > 3 && std::string_view(argv[3]) == "all");
+        return run_exhaustive(seconds, argc > 3 && std::string_view(argv[3]) == "all",
+                              argc > 4 ? uint32_t(std::atoi(argv[4])) : 2);
     if (mode == "bounded") return run_bounded(seconds);
     if (mode == "random") return run_random(seconds, argc > 3 ? uint32_t(std::atoi(argv[3])) : 1);
     if (mode == "bugs") return run_bugs();

@@ -18,18 +18,25 @@ def explorer():
     return drivers.build("", "explore_protocol") / "explore_protocol"
 
 
-def test_every_state_of_the_smallest_group(explorer, capsys):
-    """2 ranks, 2 experts, 1 unit, rings of one block, two calls on the same windows."""
-    (result,) = drivers.run(explorer, "exhaustive", 120, timeout=300)
+@pytest.mark.parametrize(("calls", "routings"), [(2, "all"), (3, "some")])
+def test_every_state_of_the_smallest_group(explorer, capsys, calls, routings):
+    """2 ranks, 2 experts, 1 unit, rings of one block; calls follow on the same windows.
+
+    The third call is the first to write where an earlier one's counts and routes lie.
+    """
+    (result,) = drivers.run(explorer, "exhaustive", 300, routings, calls, timeout=500)
     with capsys.disabled():
         print(
-            f"\nexhaustive: {result['states']} states, {result['transitions']} transitions, depth "
-            f"{result['depth']}, {result['routings_done']} of {result['routings']} routings, "
-            f"{result['seconds']} s"
+            f"\nexhaustive, {calls} calls: {result['states']} states, "
+            f"{result['transitions']} transitions, depth {result['depth']}, "
+            f"{result['routings_done']} routings, {result['seconds']} s",
+            end="",
         )
     assert "violation" not in result
     assert result["complete"], "the time limit cut the search short"
-    assert result["states"] > 400_000
+    assert result["calls"] == calls
+    assert result["routings_done"] == (256 if routings == "all" else 5)
+    assert result["states"] > 10_000 * result["routings_done"]
 
 
 def test_many_states_of_larger_groups(explorer, capsys):
