@@ -40,7 +40,7 @@ from launcher.console import (
     errors_to_exit,
 )
 from launcher.ranks import arguments, cores_per_rank
-from megamoe.errors import SpecError
+from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import MODELS, EpConfig, MoESpec
 from service.config import ConfigError, ServiceConfig
 
@@ -257,7 +257,13 @@ def command(
 
 
 def _check_settings(fields: dict[str, Any]) -> None:
-    from service.__main__ import read_key
+    try:
+        from service.__main__ import read_key
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"megamoe serve needs the extra service ({error.name} is not installed): "
+            "pip install 'megamoe[service]'"
+        ) from None
 
     try:
         ServiceConfig(**fields, api_key=read_key())

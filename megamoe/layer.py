@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.base import Counters, Session, hopper_available
-from megamoe.errors import BackendUnavailable, CapacityError, InputError
+from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, find_rendezvous
 from megamoe.weights import ExpertWeights
@@ -171,12 +171,12 @@ def choose_backend(backend: Backend) -> Literal["cpu", "cuda"]:
     """What ``"auto"`` stands for on this machine; the others stand for themselves.
 
     Raises:
-        BackendUnavailable: no such backend.
+        SpecError: no such backend.
     """
     if backend == "auto":
         return "cuda" if hopper_available() else "cpu"
     if backend not in ("cpu", "cuda"):
-        raise BackendUnavailable(f"backend = {backend!r}: must be 'auto', 'cpu' or 'cuda'")
+        raise SpecError(f"backend = {backend!r}: must be 'auto', 'cpu' or 'cuda'")
     return backend
 
 

@@ -59,17 +59,24 @@ class CpuSync {
     }
 
     void observe_pulled() {
-        const uint32_t live = stats_.pulled.fetch_add(1) + 1 - stats_.consumed.load();
-        Stats::raise(stats_.high_water_l1, live);
+        const uint32_t pulled = stats_.pulled.fetch_add(1) + 1;
+        Stats::raise(stats_.high_water_l1, live(pulled, stats_.consumed, shape_.ring_l1));
     }
     void observe_consumed() { stats_.consumed.fetch_add(1); }
     void observe_produced() {
-        const uint32_t live = stats_.produced.fetch_add(1) + 1 - stats_.retired.load();
-        Stats::raise(stats_.high_water_l2, live);
+        const uint32_t produced = stats_.produced.fetch_add(1) + 1;
+        Stats::raise(stats_.high_water_l2, live(produced, stats_.retired, shape_.ring_l2));
     }
     void observe_retired() { stats_.retired.fetch_add(1); }
 
   private:
+    // Blocks of a ring in use. A slot is freed before its owner has come to count it, so the
+    // difference alone may say more than the ring holds, or less than none.
+    static uint32_t live(uint32_t entered, const std::atomic<uint32_t>& left, uint32_t capacity) {
+        const int32_t n = int32_t(entered - left.load());
+        return n < 0 ? 0 : uint32_t(n) < capacity ? uint32_t(n) : capacity;
+    }
+
     template <class Done>
     bool wait_for(uint32_t* word, uint32_t want, const Wait& wait, Done done) {
         if (done(load(word), want)) return true;

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megamoe.errors import (
-    BackendUnavailable,
     CapacityError,
     InputError,
     MegaMoeError,
@@ -124,7 +123,7 @@ def test_bad_config(change, error, words):
 
 
 def test_unknown_backend():
-    with pytest.raises(BackendUnavailable, match=r"'tpu'.*'auto', 'cpu' or 'cuda'"):
+    with pytest.raises(SpecError, match=r"'tpu'.*'auto', 'cpu' or 'cuda'"):
         open_layer(SPEC, ONE, backend="tpu")
 
 

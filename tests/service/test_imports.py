@@ -19,6 +19,17 @@ def test_importing_the_service_leaves_torch_out():
     assert said.stdout.strip() == "[]"
 
 
+def test_serving_without_the_extra_names_it():
+    code = (
+        "import sys; sys.modules['msgspec'] = None; from launcher.cli import app; "
+        "app(['serve', '--random', 'hidden=128,inter=128,experts=2,topk=1', '--backend', 'cpu'])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.returncode == 2, said.stderr
+    assert "megamoe[service]" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
 def test_nothing_is_pickled():
     bad = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing"}
     calls = {
