@@ -18,6 +18,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -131,10 +132,22 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+class _Lines(Progress):
+    """A line per task instead of a bar, where stderr is a file or a pipe."""
+
+    def add_task(self, description: str, *args: Any, **kwargs: Any) -> TaskID:
+        """Says that the task begins, and of how many steps it is."""
+        total = kwargs.get("total")
+        sys.stderr.write(f"{description} ({total:g})\n" if total else f"{description}\n")
+        sys.stderr.flush()
+        return super().add_task(description, *args, **kwargs)
+
+
 @contextmanager
 def progress(*, shown: bool) -> Iterator[Progress]:
-    """A progress bar on stderr, gone when done; silent where stderr is no terminal."""
-    bar = Progress(
+    """A progress bar on stderr, gone when done; a line per task where stderr is no terminal."""
+    kind = Progress if stderr.is_terminal or not shown else _Lines
+    bar = kind(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),

@@ -196,6 +196,8 @@ def run_in_group(
 
 def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> int:
     """Starts ``num_ranks`` processes of a module and returns the first failure's code, or 0."""
+    sys.stderr.write(f"starting {num_ranks} ranks\n")  # imports take seconds
+    sys.stderr.flush()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
