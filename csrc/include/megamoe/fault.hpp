@@ -15,11 +15,11 @@ namespace megamoe {
     X(kLinear2, "linear2")                                          \
     X(kReduce, "combine") /* the source rank sums its slots */      \
     X(kReset, "reset")
-#define MEGAMOE_TAGS(X)                                                                 \
-    X(kGridBarrier, "grid_barrier")                                                     \
-    X(kCountsFlag, "counts_flag") X(kL1Full, "l1_full") X(kL1Empty, "l1_empty")         \
-        X(kL2Full, "l2_full") X(kL2Empty, "l2_empty") X(kTokenArrived, "token_arrived") \
-            X(kHostBarrier, "host_barrier")
+#define MEGAMOE_TAGS(X)                                                                         \
+    X(kGridBarrier, "grid_barrier")                                                             \
+    X(kCountsFlag, "counts_flag")                                                               \
+    X(kL1Full, "l1_full") X(kL1Empty, "l1_empty") X(kL2Full, "l2_full") X(kL2Empty, "l2_empty") \
+        X(kTokenArrived, "token_arrived") X(kHostBarrier, "host_barrier")
 
 #define X(id, text) id,
 enum class Role : uint32_t { MEGAMOE_ROLES(X) };
