@@ -5,21 +5,30 @@
 
 namespace megamoe {
 
-#define MEGAMOE_ROLES(X) \
-    X(kHost, "host") X(kDispatch, "dispatch") X(kMath, "math") X(kCombine, "combine")
-#define MEGAMOE_PHASES(X)                                           \
-    X(kCount, "count")       /* local counting of routes */         \
-    X(kExchange, "exchange") /* waiting for every peer's counts */  \
-    X(kPull, "pull")         /* rows from peers into the L1 ring */ \
-    X(kLinear1, "linear1")                                          \
-    X(kLinear2, "linear2")                                          \
-    X(kReduce, "combine") /* the source rank sums its slots */      \
+// clang-format off: one name per line
+#define MEGAMOE_ROLES(X)       \
+    X(kHost, "host")           \
+    X(kDispatch, "dispatch")   \
+    X(kMath, "math")           \
+    X(kCombine, "combine")
+#define MEGAMOE_PHASES(X)                                               \
+    X(kCount, "count")       /* local counting of routes */             \
+    X(kExchange, "exchange") /* waiting for every peer's counts */      \
+    X(kPull, "pull")         /* rows from peers into the L1 ring */     \
+    X(kLinear1, "linear1")                                              \
+    X(kLinear2, "linear2")                                              \
+    X(kReduce, "combine")    /* the source rank sums its slots */       \
     X(kReset, "reset")
-#define MEGAMOE_TAGS(X)                                                                         \
-    X(kGridBarrier, "grid_barrier")                                                             \
-    X(kCountsFlag, "counts_flag")                                                               \
-    X(kL1Full, "l1_full") X(kL1Empty, "l1_empty") X(kL2Full, "l2_full") X(kL2Empty, "l2_empty") \
-        X(kTokenArrived, "token_arrived") X(kHostBarrier, "host_barrier")
+#define MEGAMOE_TAGS(X)                  \
+    X(kGridBarrier, "grid_barrier")      \
+    X(kCountsFlag, "counts_flag")        \
+    X(kL1Full, "l1_full")                \
+    X(kL1Empty, "l1_empty")              \
+    X(kL2Full, "l2_full")                \
+    X(kL2Empty, "l2_empty")              \
+    X(kTokenArrived, "token_arrived")    \
+    X(kHostBarrier, "host_barrier")
+// clang-format on
 
 #define X(id, text) id,
 enum class Role : uint32_t { MEGAMOE_ROLES(X) };
