@@ -1,7 +1,8 @@
 // The explorer of the protocol's interleavings. Prints one JSON object per line.
 //
-//   explore_protocol exhaustive SECONDS some|all CALLS   2 ranks x 2 experts x 1 unit, every state,
-//                                                        for some or all routings of two calls
+//   explore_protocol exhaustive SECONDS some|all CALLS UNITS
+//                                          2 ranks x 2 experts, every state, for some or all
+//                                          routings
 //   explore_protocol bounded SECONDS       larger cases, as far as the time goes
 //   explore_protocol random SECONDS SEED   seeded schedules of 2 to 4 ranks at minimum rings
 //   explore_protocol bugs                  finds every planted bug, by search and at random
@@ -75,8 +76,9 @@ constexpr uint32_t kChoices = 4;
 
 // `code` has a digit to base 4 per call and rank, for two calls; a third is the first with the
 // ranks' choices exchanged.
-Scenario smallest(uint32_t code, uint32_t num_calls = 2) {
+Scenario smallest(uint32_t code, uint32_t num_calls = 2, uint32_t num_units = 1) {
     Scenario scenario{"smallest", make_shape(kSmallest), 1, {}};
+    scenario.shape.num_units = num_units;
     for (uint32_t call = 0; call < num_calls; ++call) {
         auto& ranks = scenario.calls.emplace_back();
         for (uint32_t r = 0; r < 2; ++r) {
@@ -102,13 +104,13 @@ std::vector<uint32_t> chosen_routings(bool all) {
     return codes;
 }
 
-int run_exhaustive(double seconds, bool all, uint32_t num_calls) {
+int run_exhaustive(double seconds, bool all, uint32_t num_calls, uint32_t num_units) {
     const Clock clock;
     uint64_t states = 0, transitions = 0, largest = 0;
     uint32_t depth = 0, done = 0;
     const std::vector<uint32_t> codes = chosen_routings(all);
     for (uint32_t code : codes) {
-        const Scenario scenario = smallest(code, num_calls);
+        const Scenario scenario = smallest(code, num_calls, num_units);
         World world(scenario, Bug::kNone);
         const Outcome outcome = Search(world, {seconds - clock.seconds(), 50'000'000}).run();
         states += outcome.states;
@@ -125,11 +127,11 @@ int run_exhaustive(double seconds, bool all, uint32_t num_calls) {
         ++done;
     }
     std::printf(
-        "{\"mode\": \"exhaustive\", \"ranks\": 2, \"experts\": 2, \"units\": 1, \"calls\": %u, "
+        "{\"mode\": \"exhaustive\", \"ranks\": 2, \"experts\": 2, \"units\": %u, \"calls\": %u, "
         "\"routings\": %zu, \"routings_done\": %u, \"complete\": %s, \"states\": %lu, "
         "\"largest\": %lu, \"transitions\": %lu, \"depth\": %u, \"seconds\": %.1f}\n",
-        num_calls, codes.size(), done, done == codes.size() ? "true" : "false", states, largest,
-        transitions, depth, clock.seconds());
+        num_units, num_calls, codes.size(), done, done == codes.size() ? "true" : "false", states,
+        largest, transitions, depth, clock.seconds());
     return 0;
 }
 
@@ -299,7 +301,8 @@ int main(int argc, char** argv) {
     const double seconds = argc > 2 ? std::atof(argv[2]) : 60;
     if (mode == "exhaustive")
         return run_exhaustive(seconds, argc > 3 && std::string_view(argv[3]) == "all",
-                              argc > 4 ? uint32_t(std::atoi(argv[4])) : 2);
+                              argc > 4 ? uint32_t(std::atoi(argv[4])) : 2,
+                              argc > 5 ? uint32_t(std::atoi(argv[5])) : 1);
     if (mode == "bounded") return run_bounded(seconds);
     if (mode == "random") return run_random(seconds, argc > 3 ? uint32_t(std::atoi(argv[3])) : 1);
     if (mode == "bugs") return run_bugs();

@@ -41,7 +41,7 @@ def test_every_state_of_the_smallest_group(explorer, capsys, calls, routings):
 
 def test_many_states_of_larger_groups(explorer, capsys):
     """Two tokens of two routes, several tiles; then two units. As far as the time goes."""
-    results = drivers.run(explorer, "bounded", 20, timeout=300)
+    results = drivers.run(explorer, "bounded", 12, timeout=300)
     assert {result["case"] for result in results} == {"2r_1u", "2r_2u"}
     assert len(results) == 10, "each case with each kind of routing"
     for result in results:
