@@ -12,6 +12,14 @@ MEGAMOE_DEVICE uint32_t shared_address(const void* p) {
     return uint32_t(__cvta_generic_to_shared(p));
 }
 MEGAMOE_DEVICE uint32_t lane() { return threadIdx.x & 31; }
+
+// Lane 0's value in every lane, and what lane 0 has acquired with it: a shuffle alone moves a value
+// and orders no memory.
+MEGAMOE_DEVICE uint32_t from_lane_0(uint32_t value) {
+    const uint32_t v = __shfl_sync(~0u, value, 0);
+    __syncwarp();
+    return v;
+}
 MEGAMOE_DEVICE uint64_t now_ns() {
     uint64_t t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

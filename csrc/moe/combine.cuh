@@ -81,7 +81,7 @@ MEGAMOE_DEVICE void combine(const MoEParams& p, SharedStorage& s) {
             ok = wait_word<Compare::kEqual, Scope::kSystem>(
                 p, s.call, arrived, __popc(routes) + p.shape.num_shared,
                 {Role::kCombine, Phase::kReduce, Tag::kTokenArrived, blockIdx.x, p.rank, token});
-        ok = __shfl_sync(~0u, ok, 0);
+        ok = ptx::from_lane_0(ok);
         uint32_t column = (own ? 0 : warp * kWarpColumns) + lane * 8;
         if (ok && own)
             for (; column + kWarpColumns < kHidden; column += 2 * kWarpColumns)

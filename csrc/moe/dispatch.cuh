@@ -118,7 +118,7 @@ MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
                s.call.epoch * gridDim.x;
         ptx::fence_sys();
     }
-    if (!__shfl_sync(~0u, last, 0)) return;
+    if (!ptx::from_lane_0(last)) return;
     for (uint32_t i = threadIdx.x; i < p.shape.num_ranks; i += 32) {
         const uint32_t peer = (p.rank + i) % p.shape.num_ranks;
         ptx::store_release_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), s.call.epoch);

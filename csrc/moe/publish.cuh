@@ -40,7 +40,7 @@ MEGAMOE_DEVICE void announce(const MoEParams& p, const Task& task,
         last = ptx::fetch_add_acq_rel_gpu(p.word(Region::kL2Empty, task.l2.slot), 1) + 1 ==
                task.l2.done_target;
     }
-    if (!__shfl_sync(~0u, last, 0)) return;
+    if (!ptx::from_lane_0(last)) return;
     ptx::fence_sys();
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {

@@ -76,14 +76,14 @@ class Puller {
         const uint32_t* word = p_.word(Region::kL1Empty, job.slot);
         uint32_t have = 0;
         if (ptx::lane() == 0) have = ptx::load_acquire_gpu(word);
-        uint32_t ok = reached(__shfl_sync(~0u, have, 0), job.free_target);
+        uint32_t ok = reached(ptx::from_lane_0(have), job.free_target);
         if (!ok) {
             drain();
             if (ptx::lane() == 0)
                 ok = wait_word<Compare::kReached, Scope::kGpu>(
                     p_, s_.call, word, job.free_target,
                     {Role::kDispatch, Phase::kPull, Tag::kL1Empty, blockIdx.x, p_.rank, job.slot});
-            ok = __shfl_sync(~0u, ok, 0);
+            ok = ptx::from_lane_0(ok);
         }
         ptx::fence_proxy_async();  // hand-off 5
         return ok;
