@@ -220,8 +220,9 @@ class RemoteEngine:
         self._draining = True
         group = self._group
         if group is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._send(group, 0, ipc.Stop())
+            self._send(group, 0, ipc.Stop())
+            if self._group is not group:
+                self._kill(group)  # rank 0 is gone already
             deadline = self._loop.time() + limit_s
             while self._group is group and self._loop.time() < deadline:
                 await asyncio.sleep(0.02)
@@ -283,9 +284,18 @@ class RemoteEngine:
     # -------------------------------------------------------------- messages
 
     def _send(self, group: _Group, rank: int, message: ipc.ToRank) -> None:
-        self._socket.send_multipart(
-            [group.ranks[rank].identity, ipc.encode(message)], flags=zmq.NOBLOCK
-        )
+        """Sends; a rank that takes no messages any more is lost, and so is its group."""
+        try:
+            self._socket.send_multipart(
+                [group.ranks[rank].identity, ipc.encode(message)], flags=zmq.NOBLOCK
+            )
+        except zmq.ZMQError as error:
+            # A connection ends a moment before the word of its process's death is here.
+            if self._group is group:
+                said = "died" if error.errno == zmq.EHOSTUNREACH else f"takes no messages: {error}"
+                fault = EngineFault(kind="died", rank=rank, message=f"rank {rank} {said}")
+                self._on_fault(group, fault)
+            return
         # The descriptor is edge-triggered: a send may have swallowed the edge of an arrival.
         self._loop.call_soon(self._pump)
 
@@ -414,8 +424,9 @@ class RemoteEngine:
         self._layer = layer
         group.progress_at = time.monotonic()
         pids = [group.ranks[rank].pid for rank in range(group.num_ranks)]
+        welcome = ipc.Welcome(group.id, group.arena.ref, pids)
         for rank in group.ranks:
-            self._send(group, rank, ipc.Welcome(group.id, group.arena.ref, pids))
+            self._send(group, rank, welcome)
 
     def _on_exit(self, group: _Group, rank: int) -> None:
         """A rank's process ended."""

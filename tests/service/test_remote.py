@@ -302,6 +302,26 @@ def test_a_rank_that_dies_fails_the_requests_at_once_and_a_new_group_serves():
     asyncio.run(main())
 
 
+def test_a_rank_whose_connection_ends_first_is_lost_all_the_same():
+    """The request that finds the connection gone is refused like those in flight, not an error."""
+
+    async def main():
+        async with serving() as (engine, group):
+            await open_group(engine, group)
+            job = asyncio.create_task(engine.run_moe(request()))
+            await asyncio.to_thread(group.hear, ipc.Submit)
+            group.links[0].close(linger=0)
+            await asyncio.sleep(0.3)
+            for late in (engine.run_moe(request()), job):
+                with pytest.raises(EngineUnavailable, match="rank 0 died"):
+                    await late
+            assert engine.status().state == "failed"
+            assert [f.kind for f in engine.faults] == ["died"]
+            await until(lambda: all(p.poll() is not None for p in group.processes))
+
+    asyncio.run(main())
+
+
 def test_a_group_that_stands_still_is_found_and_the_silent_rank_named(monkeypatch):
     monkeypatch.setattr("service.remote.SILENCE_S", 0.4)
 
