@@ -41,6 +41,7 @@ __all__ = [
     "DebugFlag",
     "JsonFlag",
     "RanksOption",
+    "counted",
     "errors_to_exit",
     "human_bytes",
     "print_json",
@@ -159,6 +160,11 @@ def progress(*, shown: bool) -> Iterator[Progress]:
     )
     with bar:
         yield bar
+
+
+def counted(value: int | None) -> str:
+    """A counter; a dash where the backend does not count."""
+    return "–" if value is None else str(value)
 
 
 def human_bytes(nbytes: float) -> str:

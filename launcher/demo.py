@@ -24,6 +24,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    counted,
     print_json,
     stderr,
     stdout,
@@ -292,10 +293,10 @@ def _print(summary: dict[str, Any], *, as_json: bool) -> None:
             str(rank["tokens"]),
             str(rank["routes_sent"]),
             str(rank["routes_received"]),
-            f"{wide['high_water_l1']}/{wide['ring_l1_blocks']}",
-            f"{wide['high_water_l2']}/{wide['ring_l2_blocks']}",
-            f"{tight['high_water_l1']}/{tight['ring_l1_blocks']}",
-            str(tight["backpressure_events"]),
+            f"{counted(wide['high_water_l1'])}/{wide['ring_l1_blocks']}",
+            f"{counted(wide['high_water_l2'])}/{wide['ring_l2_blocks']}",
+            f"{counted(tight['high_water_l1'])}/{tight['ring_l1_blocks']}",
+            counted(tight["backpressure_events"]),
         )
     stdout.print(ranks)
     stdout.print(

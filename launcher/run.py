@@ -18,6 +18,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    counted,
     human_bytes,
     print_json,
     progress,
@@ -286,9 +287,9 @@ def _print(summary: dict[str, Any], *, as_json: bool) -> None:
             str(rank["rank"]),
             str(rank["tokens"]),
             str(rank["routes"]),
-            f"{rank['high_water_l1']}/{rank['ring_l1_blocks']}",
-            f"{rank['high_water_l2']}/{rank['ring_l2_blocks']}",
-            str(rank["backpressure_events"]),
+            f"{counted(rank['high_water_l1'])}/{rank['ring_l1_blocks']}",
+            f"{counted(rank['high_water_l2'])}/{rank['ring_l2_blocks']}",
+            counted(rank["backpressure_events"]),
             human_bytes(rank["window_bytes"]),
         )
     stdout.print(shown)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    counted,
     print_json,
     progress,
     stdout,
@@ -288,9 +289,9 @@ def _case(
         "seed": seed,
         "bitwise_equal": all(m["same"] for m in every),
         "max_rel_err": max(m["error"] for m in every),
-        "backpressure_events": sum(m["events"] for m in every),
-        "high_water_l1": max(m["l1"] for m in every),
-        "high_water_l2": max(m["l2"] for m in every),
+        "backpressure_events": _over(sum, [m["events"] for m in every]),
+        "high_water_l1": _over(max, [m["l1"] for m in every]),
+        "high_water_l2": _over(max, [m["l2"] for m in every]),
         "max_over_mean": round(spread.max_over_mean, 3),
         "skew": spread.to_dict(),
         "ok": all(m["same"] and not m["problem"] for m in every),
@@ -315,11 +316,18 @@ def _gather(value: dict[str, Any], num_ranks: int, members: Any) -> list[dict[st
     return values
 
 
+def _over(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | None:
+    """Folds counters; None where a backend does not count."""
+    known = [n for n in counts if n is not None]
+    return fold(known) if len(known) == len(counts) else None
+
+
 def _report(
     options: _Options, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
 ) -> None:
     """Prints the summary, and writes every case where asked to."""
-    pressed = sum(r["backpressure_events"] > 0 for r in rows)
+    events = [r["backpressure_events"] for r in rows]
+    pressed = None if None in events else sum(n > 0 for n in events)
     summary = {
         "cases": len(rows),
         "wrong": len(wrong),
@@ -350,14 +358,15 @@ def _report(
     for row in rows:
         key = (row["ranks"], row["ring_blocks_l1"], row["ring_blocks_l2"])
         groups.setdefault(key, []).append(row)
+    marks = ("high_water_l1", "high_water_l2")
     for (ranks, l1, l2), some in sorted(groups.items()):
         shown.add_row(
             str(ranks),
             f"{l1}/{l2}",
             str(len(some)),
             str(sum(r["bitwise_equal"] for r in some)),
-            str(sum(r["backpressure_events"] for r in some)),
-            f"{max(r['high_water_l1'] for r in some)}/{max(r['high_water_l2'] for r in some)}",
+            counted(_over(sum, [r["backpressure_events"] for r in some])),
+            "/".join(counted(_over(max, [r[name] for r in some])) for name in marks),
             f"{max(r['max_over_mean'] for r in some):.2f}",
             f"{max(r['max_rel_err'] for r in some):.1e}",
         )
@@ -365,7 +374,8 @@ def _report(
     for row in wrong[:10]:
         stdout.print(f"[red]differs[/red]: {row}", soft_wrap=True)
     stdout.print(
-        f"{len(rows)} cases, {len(wrong)} wrong, {pressed} with back-pressure, {seconds:.1f} s"
+        f"{len(rows)} cases, {len(wrong)} wrong, {counted(pressed)} with back-pressure, "
+        f"{seconds:.1f} s"
     )
 
 

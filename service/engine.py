@@ -173,8 +173,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         kernel_s: slowest rank's time inside the layer.
         rank_tokens: tokens that each rank brought.
         expert_counts: routes per expert, or empty when unknown.
-        high_water: per rank, most blocks in use at once in the (L1, L2) ring.
-        backpressure: per rank, waits for a free block in the (L1, L2) ring during the step.
+        high_water: per rank, most blocks in use at once in the (L1, L2) ring; empty where the
+            ranks do not count.
+        backpressure: per rank, waits for a free block in the (L1, L2) ring during the step; empty
+            as above.
         spans: timeline of the step.
         started: when it began, ``time.monotonic()`` of this machine.
     """

@@ -201,8 +201,8 @@ class RankReport(Message, frozen=True):
     num_tokens: int
     checksum: int
     expert_counts: list[int]
-    high_water: tuple[int, int]
-    backpressure: tuple[int, int]
+    high_water: tuple[int, int] | None
+    backpressure: tuple[int, int] | None
     spans: list[Span]
 
 

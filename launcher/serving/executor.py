@@ -127,11 +127,8 @@ class Executor:
             num_tokens=hidden.shape[0],
             checksum=checksum,
             expert_counts=counts,
-            high_water=(counters.high_water_l1, counters.high_water_l2),
-            backpressure=(
-                counters.blocked.get("l1_empty", 0),
-                counters.blocked.get("l2_empty", 0),
-            ),
+            high_water=_both(counters.high_water_l1, counters.high_water_l2),
+            backpressure=_both(counters.blocked.get("l1_empty"), counters.blocked.get("l2_empty")),
             spans=spans,
         )
 
@@ -209,6 +206,11 @@ class Executor:
             out = self.view(item.layout.output, rows, self.spec.hidden, torch.bfloat16)
             out.copy_(y[at : at + len(rows)])
             at += len(rows)
+
+
+def _both(l1: int | None, l2: int | None) -> tuple[int, int] | None:
+    """A pair of counters; None where the backend does not count."""
+    return None if l1 is None or l2 is None else (l1, l2)
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:

@@ -295,7 +295,9 @@ class Worker:
         reports.sort(key=lambda report: report.rank)
         kernel_s = max(report.kernel_s for report in reports)
         total = sum(report.num_tokens for report in reports)
-        water = [report.high_water for report in reports]
+        # Empty where the backend does not count: absent is not 0.
+        water = [r.high_water for r in reports if r.high_water is not None]
+        pressure = [r.backpressure for r in reports if r.backpressure is not None]
         for submit in batch:
             done = ipc.Done(group, submit.request, step, total, started, kernel_s, water)
             engine.send(ipc.encode(done))
@@ -310,7 +312,7 @@ class Worker:
             rank_tokens=tuple(report.num_tokens for report in reports),
             expert_counts=tuple(counts),
             high_water=tuple(water),
-            backpressure=tuple(report.backpressure for report in reports),
+            backpressure=tuple(pressure),
             spans=tuple(span for report in reports for span in report.spans),
             started=started,
         )

@@ -29,8 +29,9 @@ class Counters:
         num_units: math workers or CTAs.
         window_bytes: symmetric memory of this rank.
         ring_l1_blocks, ring_l2_blocks: capacities.
-        high_water_l1, high_water_l2: the most blocks in use at once.
-        backpressure_events: waits for a free ring slot that had to wait.
+        high_water_l1, high_water_l2: the most blocks in use at once; None on GPUs, where the kernel
+            does not count.
+        backpressure_events: waits for a free ring slot that had to wait; None as above.
         blocked: waits that had to wait, by tag.
     """
 
@@ -41,9 +42,9 @@ class Counters:
     window_bytes: int
     ring_l1_blocks: int
     ring_l2_blocks: int
-    high_water_l1: int
-    high_water_l2: int
-    backpressure_events: int
+    high_water_l1: int | None
+    high_water_l2: int | None
+    backpressure_events: int | None
     blocked: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:

@@ -428,9 +428,9 @@ class CudaSession:
             window_bytes=self._window.nbytes,
             ring_l1_blocks=self._shape.ring_l1,
             ring_l2_blocks=self._shape.ring_l2,
-            high_water_l1=0,
-            high_water_l2=0,
-            backpressure_events=0,
+            high_water_l1=None,
+            high_water_l2=None,
+            backpressure_events=None,
             blocked={},
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,3 +73,18 @@ def test_sees_a_wrong_result(app, monkeypatch):
     failures = json.loads(result.stdout)["failures"]
     assert failures
     assert all(f["bitwise_equal"] and "error" in f["problem"] for f in failures)
+
+
+def test_what_is_not_counted_is_not_zero(app, monkeypatch):
+    """A backend that does not count gives null and a dash."""
+    counters = MoELayer.counters
+    names = ("high_water_l1", "high_water_l2", "backpressure_events")
+    monkeypatch.setattr(
+        MoELayer, "counters", lambda self: replace(counters(self), **dict.fromkeys(names))
+    )
+    args = ["--ranks", "1", "--sizes", "1", *SMALL]
+    result = CliRunner().invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["with_backpressure"] is None
+    shown = CliRunner().invoke(app, args)
+    assert "– with back-pressure" in shown.stdout
