@@ -46,7 +46,11 @@ class Module:
 
 
 class Kernel:
-    """A kernel with a fixed launch shape and one structure as its parameter."""
+    """A kernel with a fixed launch shape and one structure as its parameter.
+
+    ``cooperative``: all CTAs are resident or none starts. ``programmatic``: may start before the
+    kernel ahead of it in the stream has ended, and waits for it itself (``griddepcontrol.wait``).
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Kernel:
         threads: int,
         shared_bytes: int = 0,
         cooperative: bool = False,
+        programmatic: bool = False,
     ) -> None:
         driver = _driver()
         self._module = module
@@ -68,12 +73,20 @@ class Kernel:
         self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = threads, 1, 1
         self._config.sharedMemBytes = shared_bytes
+        attributes = []
         if cooperative:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
-            self._config.attrs = [attribute]
-            self._config.numAttrs = 1
+            attributes.append(attribute)
+        if programmatic:
+            attribute = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        self._config.attrs = attributes
+        self._config.numAttrs = len(attributes)
         self._launch = driver.cuLaunchKernelEx
         self._pointers = (ctypes.c_void_p * 1)()
 
