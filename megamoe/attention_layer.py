@@ -1,0 +1,316 @@
+"""The attention-pre layer that users open: weights once, then a call per decode step.
+
+    with open_attention_pre(spec, weights, num_pages=4096) as layer:
+        out = layer.run(x, residual, new_tokens=[8, 8], context_lens=[8192, 700], block_table=table)
+
+Shapes: M token rows of all requests, B requests, H hidden, N main heads of D columns, Lkv latent
+columns, I index heads. The layer owns both caches, which a call writes; a page holds 64 keys.
+
+On a Hopper GPU a call runs as one resident kernel (``"megakernel"``) or as eleven kernels in a
+graph with branches and programmatic edges (``"cmp"``), whichever was measured to be faster for the
+call's shape (``megamoe.cmp.choice``). Elsewhere it runs on the CPU (``"oracle"``): the same
+results, for development and tests, not fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from megamoe.attention_pre.tiling import Batch
+from megamoe.backends.base import hopper_available
+from megamoe.errors import BackendUnavailable, CapacityError, InputError, SpecError
+from megamoe.reference.attention_pre import AttentionPreOracle
+from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
+
+__all__ = ["AttentionPre", "AttentionPreOutput", "Engine", "Step", "open_attention_pre"]
+
+Engine = Literal["auto", "megakernel", "cmp", "oracle"]
+
+
+class AttentionPreOutput(NamedTuple):
+    """What one call makes, besides its rows of both caches.
+
+    Attributes:
+        residual: BF16 [M, H], ``x + residual``.
+        queries: BF16 [M, N, D], main queries (q_b), the last R columns rotated.
+        absorbed: BF16 [M, N, Lkv], queries without position times W_UK.
+        index_weights: FP32 [M, I]: weight of an index head, scale of its e4m3 query included.
+        logits: FP32 [M, keys]: index scores against keys ``0 … context_len - 1`` of the row's
+            request; -inf where a token may not look and past the request's length.
+    """
+
+    residual: Tensor
+    queries: Tensor
+    absorbed: Tensor
+    index_weights: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call's arguments, checked, with everything that follows from them.
+
+    Attributes:
+        batch: requests as the planner knows them.
+        tensors: ``x``, ``residual``, ``positions``, ``latent_slots``, ``index_slots``,
+            ``context_lens``, ``block_table`` by the graph's names.
+    """
+
+    batch: Batch
+    tensors: Mapping[str, Tensor]
+
+
+class _Runner(Protocol):
+    """What an engine does with a step."""
+
+    def run(self, step: Step) -> AttentionPreOutput: ...
+
+    def close(self) -> None: ...
+
+
+class AttentionPre:
+    """One layer from Add + RMSNorm to the index scores. Not thread-safe.
+
+    Attributes:
+        spec: the layer.
+        backend: ``"cpu"`` or ``"cuda"``: where tensors of a call must be.
+        num_pages: pages of each cache.
+        latent_cache: bytes [num_pages * 64, row]; see ``reference.attention_pre``.
+        index_cache: bytes [num_pages, 64 * 132].
+    """
+
+    def __init__(
+        self, spec: AttentionPreSpec, weights: Mapping[str, Tensor], num_pages: int, engine: Engine
+    ) -> None:
+        self.spec = spec
+        self.num_pages = num_pages
+        self.engine = engine
+        self.backend = "cpu" if engine == "oracle" else "cuda"
+        device = torch.device(self.backend)
+        self.max_positions = weights["rope_table"].shape[0]
+        self.latent_cache = torch.zeros(
+            num_pages * INDEX_PAGE, spec.latent_row_bytes, dtype=torch.uint8, device=device
+        )
+        self.index_cache = torch.zeros(
+            num_pages, INDEX_PAGE * (INDEX_DIM + 4), dtype=torch.uint8, device=device
+        )
+        caches = {"latent_cache": self.latent_cache, "index_cache": self.index_cache}
+        self._runner: _Runner = _OracleRunner(spec, weights, caches)
+
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        new_tokens: Sequence[int],
+        context_lens: Sequence[int],
+        block_table: Tensor,
+        positions: Tensor | None = None,
+    ) -> AttentionPreOutput:
+        """One call: M token rows, the requests' in order.
+
+        Args:
+            x: BF16 [M, H], output of the layer before.
+            residual: BF16 [M, H].
+            new_tokens: tokens of each request in this call; their sum is M.
+            context_lens: keys of each request, the new tokens' included.
+            block_table: int32 [B, pages]: page of each request's keys 64 i … 64 i + 63, on any
+                device. Keys of new tokens are written there, both caches alike.
+            positions: int32 [M], row of the rotation table; by default a token's place among the
+                keys of its request.
+
+        Raises:
+            InputError: a shape, dtype, device, page or position that does not fit.
+            CapacityError: more keys than pages of the table, or than positions.
+        """
+        return self._runner.run(
+            self._step(x, residual, new_tokens, context_lens, block_table, positions)
+        )
+
+    def close(self) -> None:
+        """Frees weights and caches."""
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _step(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        new_tokens: Sequence[int],
+        context_lens: Sequence[int],
+        block_table: Tensor,
+        positions: Tensor | None,
+    ) -> Step:
+        """Everything that can be wrong with a call, and what follows from a right one."""
+        new, lengths = [int(n) for n in new_tokens], [int(n) for n in context_lens]
+        if len(new) != len(lengths) or not new:
+            raise InputError(
+                f"{len(new)} new_tokens and {len(lengths)} context_lens: one of each per request"
+            )
+        for b, (count, length) in enumerate(zip(new, lengths, strict=True)):
+            if not 1 <= count <= length:
+                raise InputError(
+                    f"request {b} has {count} new tokens and {length} keys: "
+                    "need 1 <= new_tokens <= context_lens"
+                )
+            if length > self.max_positions:
+                raise CapacityError(
+                    f"request {b} has {length} keys: the rotation table ends at "
+                    f"{self.max_positions}"
+                )
+        shape = (sum(new), self.spec.hidden)
+        for name, t in (("x", x), ("residual", residual)):
+            if tuple(t.shape) != shape or t.dtype != torch.bfloat16:
+                raise InputError(
+                    f"{name} is {t.dtype} {tuple(t.shape)}: must be bfloat16 {list(shape)}, a row "
+                    "per new token"
+                )
+            if t.device.type != self.backend:
+                raise InputError(f"{name} is on {t.device}: must be on {self.backend}")
+        table = block_table.cpu()
+        pages = [-(-length // INDEX_PAGE) for length in lengths]
+        if table.dim() != 2 or len(table) != len(new) or table.dtype != torch.int32:
+            raise InputError(
+                f"block_table is {table.dtype} {tuple(table.shape)}: must be int32 "
+                f"[{len(new)}, pages]"
+            )
+        if table.shape[1] < max(pages):
+            raise CapacityError(
+                f"block_table has {table.shape[1]} columns: the longest request has {max(pages)} "
+                "pages of 64 keys"
+            )
+        for b, count in enumerate(pages):
+            low, high = (int(v) for v in table[b, :count].aminmax())
+            if low < 0 or high >= self.num_pages:
+                raise InputError(
+                    f"block_table of request {b} holds page {low if low < 0 else high}: must be "
+                    f"in 0..{self.num_pages - 1}"
+                )
+        places = [torch.arange(m - n, m) for n, m in zip(new, lengths, strict=True)]
+        slots = torch.cat(
+            [
+                table[b, p // INDEX_PAGE].long() * INDEX_PAGE + p % INDEX_PAGE
+                for b, p in enumerate(places)
+            ]
+        )
+        where = torch.cat(places).int() if positions is None else positions.cpu()
+        if where.dtype != torch.int32 or tuple(where.shape) != (shape[0],):
+            raise InputError(
+                f"positions is {where.dtype} {tuple(where.shape)}: must be int32 [{shape[0]}]"
+            )
+        low, high = (int(v) for v in where.aminmax())
+        if low < 0 or high >= self.max_positions:
+            raise InputError(
+                f"positions holds {low if low < 0 else high}: must be in "
+                f"0..{self.max_positions - 1}"
+            )
+        batch = Batch(tuple(zip(new, lengths, strict=True)))
+        width = max(batch.table_pages, table.shape[1])
+        padded = torch.zeros(len(new), width, dtype=torch.int32)
+        padded[:, : table.shape[1]] = table
+        small = {
+            "positions": where,
+            "latent_slots": slots,
+            "index_slots": slots.clone(),
+            "context_lens": torch.tensor(lengths, dtype=torch.int32),
+            "block_table": padded,
+        }
+        on_device = {name: t.to(self.backend) for name, t in small.items()}
+        return Step(
+            Batch(batch.requests, width),
+            {"x": x.contiguous(), "residual": residual.contiguous(), **on_device},
+        )
+
+
+class _OracleRunner:
+    """The CPU: FP64, rounded where the kernels round."""
+
+    def __init__(
+        self, spec: AttentionPreSpec, weights: Mapping[str, Tensor], caches: Mapping[str, Tensor]
+    ) -> None:
+        self._spec = spec
+        self._oracle = AttentionPreOracle(spec, {n: t.cpu() for n, t in weights.items()})
+        self._caches = dict(caches)
+
+    def run(self, step: Step) -> AttentionPreOutput:
+        new = [n for n, _ in step.batch.requests]
+        detail = self._oracle.run({**step.tensors, **self._caches}, new)
+        scales = detail.index_query.scales
+        assert scales is not None
+        logits = torch.full((step.batch.rows, step.batch.logits_stride), -torch.inf)
+        row = 0
+        for count, scores in zip(new, detail.scores, strict=True):
+            logits[row : row + count, : scores.shape[1]] = scores.float()
+            row += count
+        return AttentionPreOutput(
+            detail.residual.bfloat16(),
+            detail.queries.bfloat16(),
+            detail.absorbed.bfloat16(),
+            (detail.index_weights * scales.squeeze(-1)).float(),
+            logits,
+        )
+
+    def close(self) -> None:
+        self._caches.clear()
+
+
+def open_attention_pre(
+    spec: AttentionPreSpec,
+    weights: Mapping[str, Tensor],
+    *,
+    num_pages: int,
+    engine: Engine = "auto",
+) -> AttentionPre:
+    """Opens an attention-pre layer on this process's device.
+
+    Args:
+        spec: the layer's mathematics (``megamoe.spec.ATTENTION_MODELS`` by name).
+        weights: by the names of ``attention_pre.graphs.attention_pre_graph``: ``input_norm``,
+            ``w_qkv_a`` (+ ``_scales``), ``q_norm``, ``kv_norm``, ``w_gate``, ``w_index_k``
+            (+ ``_scales``), ``index_norm``, ``index_norm_bias``, ``w_index_q`` (+ ``_scales``),
+            ``w_q_b`` (+ ``_scales``), ``w_uk``, ``rope_table``; on any device.
+        num_pages: pages of 64 keys in each cache.
+        engine: ``"oracle"`` runs on the CPU; ``"megakernel"`` and ``"cmp"`` need a Hopper GPU;
+            ``"auto"`` takes what was measured to be faster for each call's shape, and the oracle
+            where there is no such GPU.
+
+    Raises:
+        SpecError: an unknown engine, or a weight that is missing.
+        BackendUnavailable: an engine that this machine cannot run.
+    """
+    if engine not in ("auto", "megakernel", "cmp", "oracle"):
+        raise SpecError(
+            f"engine = {engine!r}: must be 'auto', 'megakernel', 'cmp' or 'oracle' (the CPU)"
+        )
+    if num_pages < 1:
+        raise CapacityError(f"num_pages = {num_pages}: must be positive")
+    needed = ["input_norm", "q_norm", "kv_norm", "w_gate", "w_uk", "rope_table"]
+    needed += ["index_norm", "index_norm_bias"]
+    for name in ("w_qkv_a", "w_index_k", "w_index_q", "w_q_b"):
+        needed += [name, f"{name}_scales"]
+    if missing := [name for name in needed if name not in weights]:
+        raise SpecError(f"no weight {', '.join(missing)}: the layer needs {', '.join(needed)}")
+    if engine == "auto" and not hopper_available():
+        engine = "oracle"
+    if engine != "oracle":
+        raise BackendUnavailable(
+            f"engine = {engine!r} needs a Hopper GPU (compute capability 9.0): engine='oracle' "
+            "runs on the CPU"
+        )
+    return AttentionPre(spec, weights, num_pages, engine)
