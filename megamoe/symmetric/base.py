@@ -12,6 +12,7 @@ from torch import Tensor
 from megamoe.errors import SymmetricMemoryError
 
 __all__ = [
+    "ALIGNMENT",
     "GroupRendezvous",
     "Rendezvous",
     "SymmetricMemory",

@@ -35,9 +35,12 @@ class TorchSymmetricMemory:
             )
         result: dict[str, int] | Exception = {}
         try:
+            from torch._C._distributed_c10d import _SymmetricMemory
             from torch.distributed import _symmetric_memory as symmetric
 
-            local = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
+            # Not symmetric.empty: it takes blocks from a pool, so that a window could get the
+            # memory of a closed one, which a lost rank may still map and write.
+            local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device)
             handle = symmetric.rendezvous(local, group)
             bases = tuple(int(p) for p in handle.buffer_ptrs)
             local.zero_()
