@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from launcher import bench_moe, demo, doctor, plan, run, serve, stress
+from launcher import bench_moe, bench_pdl_chain, demo, doctor, plan, run, serve, stress
 
 __all__ = ["app"]
 
@@ -27,6 +27,7 @@ app.add_typer(plan.app, name="plan")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
 bench.command("moe")(bench_moe.command)
+bench.command("pdl-chain")(bench_pdl_chain.command)
 app.add_typer(bench, name="bench")
 
 if __name__ == "__main__":
