@@ -6,7 +6,7 @@ that the protocol of several ranks is tested where one GPU is all there is.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,18 +15,13 @@ import torch
 from megamoe.backends.cuda import CudaSession
 from megamoe.errors import PeerTimeout
 from megamoe.layer import open_layer
-from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
-from megamoe.spec import EpConfig, MoESpec
+from megamoe.spec import MoESpec
 from tests.cases import Case, cases
 from tests.compare import assert_bitwise, assert_matches_oracle
+from tests.gpu.moe_runs import BIG, LARGE, MINIMUM, bits, by_name, gpu, opened, run_case
 from tests.groups import run_group
 
 pytestmark = pytest.mark.gpu
-
-MINIMUM = EpConfig(num_ranks=1, max_tokens=400, block_m=8, ring_l1_blocks=1, ring_l2_blocks=1)
-LARGE = EpConfig(num_ranks=1, max_tokens=400, block_m=32)
-BIG = EpConfig(num_ranks=1, max_tokens=400, block_m=128)
-"""Blocks over 96 rows take the many-row path."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,45 +29,6 @@ def _loaded():
     """Loads torch's kernels: loading one may wait for kernels of other ranks on the same GPU."""
     for name in ("fp8-shared", "fp8-x8", "bf16", "fp8-int32"):
         run_case(by_name(1)[name], LARGE)
-
-
-@contextmanager
-def opened(spec, config, rendezvous):
-    """A layer on a stream of its own."""
-    with (
-        torch.cuda.stream(torch.cuda.Stream()),
-        open_layer(spec, config, backend="cuda", rendezvous=rendezvous) as layer,
-    ):
-        yield layer
-
-
-def gpu(value):
-    if isinstance(value, tuple):
-        return tuple(v.cuda() for v in value)
-    return value.cuda()
-
-
-def run_case(case: Case, config: EpConfig, calls: int = 1) -> list[torch.Tensor]:
-    """Outputs by rank; every call but the last is only there to leave state behind."""
-    config = replace(config, num_ranks=case.num_ranks, timeout_s=5)
-
-    def body(rendezvous):
-        with opened(case.spec, config, rendezvous) as layer:
-            layer.load_weights(case.experts(rendezvous.rank))
-            inputs = [gpu(v) for v in case.inputs(rendezvous.rank)]
-            for _ in range(calls):
-                y = layer.run(*inputs)
-            return y.cpu()
-
-    return run_group(case.num_ranks, body)
-
-
-def by_name(num_ranks: int) -> dict[str, Case]:
-    return {c.name: c for c in cases(num_ranks)}
-
-
-def bits(spec: MoESpec) -> int:
-    return FP8_TENSOR_CORE_BITS if spec.weight_dtype == "fp8" else 24
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -228,6 +184,50 @@ def test_graphs_replay_with_changed_inputs():
             session.check()
             assert_bitwise(y.cpu(), expected.cpu(), f"{tokens} tokens from {shift}")
     session.close()
+
+
+def kernels(work) -> Counter:
+    """Names of the kernels that some calls launched, and how often."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        work()
+        torch.cuda.synchronize()
+    return Counter(
+        event.name
+        for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8-shared", "fp8-x8", "bf16"])
+def test_a_call_is_one_kernel_after_one_that_stages(name):
+    """What the profiler sees of seven calls, and what the checks of ``run`` add."""
+    case = by_name(1)[name]
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    ids = ids.int()
+    hidden, scale = x if isinstance(x, tuple) else (x, None)
+    y = torch.empty(hidden.shape, dtype=torch.bfloat16, device="cuda")
+    session = CudaSession(case.spec, replace(BIG, timeout_s=5), _alone())
+    session.load_weights(case.experts(0))
+
+    def calls():
+        for _ in range(7):
+            session.stage(hidden, scale)
+            session.launch(ids, weight, y)
+
+    kernels(calls)  # the profiler's own first start
+    assert kernels(calls) == {"megamoe_stage": 7, "megamoe_moe": 7}
+    session.close()
+    with open_layer(case.spec, replace(BIG, timeout_s=5), backend="cuda") as layer:
+        layer.load_weights(case.experts(0))
+        found = kernels(lambda: [layer.run(x, ids, weight) for _ in range(7)])
+    ours = {k: n for k, n in found.items() if k.startswith("megamoe")}
+    assert ours == {"megamoe_stage": 7, "megamoe_moe": 7}
+    # Ids are looked at before a peer is touched.
+    others = [k for k in found if k not in ours]
+    assert all("reduce" in k or "minmax" in k.lower() for k in others), others
 
 
 def test_a_missing_rank_is_named_and_reset_mends_it():

@@ -1,0 +1,68 @@
+"""Small calls of the MoE kernels, for compute-sanitizer (``scripts/gpu_sanitize``).
+
+Every case is compared with the oracle, so that a tool cannot call a wrong result clean. Few CTAs,
+because the tools run instrumented code a hundred times slower.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from megamoe.spec import EpConfig, MoESpec
+from tests.cases import Case
+from tests.compare import assert_matches_oracle
+from tests.gpu.moe_runs import bits, gpu, opened
+from tests.groups import run_group
+
+SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=2, num_shared=1)
+BF16 = replace(SPEC, weight_dtype="bf16")
+CASES = {
+    "few": (Case("few", SPEC, (13,), "uniform+masked:0.2"), 32),
+    "many": (Case("many", replace(SPEC, num_experts=2, num_shared=0), (110,)), 128),
+    "minimum": (Case("minimum", SPEC, (9,), "zipf:1.2"), 8),
+    "bf16": (Case("bf16", BF16, (9,)), 32),
+    "two": (Case("two", SPEC, (5, 9)), 16),
+}
+"""By name: the case and rows of a block; "two" is two ranks as threads that share the GPU."""
+
+
+def run(case: Case, block_m: int) -> None:
+    rings = 1 if block_m == 8 else 0
+    config = EpConfig(
+        num_ranks=case.num_ranks,
+        max_tokens=128,
+        block_m=block_m,
+        ring_l1_blocks=rings,
+        ring_l2_blocks=rings,
+        num_workers=4,
+        timeout_s=60,
+    )
+
+    def body(rendezvous):
+        with opened(case.spec, config, rendezvous) as layer:
+            layer.load_weights(case.experts(rendezvous.rank))
+            inputs = [gpu(v) for v in case.inputs(rendezvous.rank)]
+            for _ in range(2):
+                y = layer.run(*inputs)
+            return y.cpu()
+
+    for rank, (y, want) in enumerate(
+        zip(run_group(case.num_ranks, body), case.expected(), strict=True)
+    ):
+        assert_matches_oracle(y, want, case.spec, f"{case.name} rank {rank}", bits(case.spec))
+
+
+def main() -> None:
+    torch.zeros(1, device="cuda")
+    for name in sys.argv[1:] or ["few", "many", "minimum", "bf16"]:
+        start = time.monotonic()
+        run(*CASES[name])
+        print(f"{name}: right, {time.monotonic() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
