@@ -81,6 +81,14 @@ class MoELayer:
         """Ring high-water marks, back-pressure events and sizes of this rank."""
         return self._session.counters()
 
+    def time_calls(self) -> None:
+        """From now on CUDA events time every call, for ``call_seconds``; not while capturing."""
+        self._session.time_calls()
+
+    def call_seconds(self) -> float | None:
+        """GPU time of the last call's kernels; None on CPU ranks, or without ``time_calls``."""
+        return self._session.call_seconds()
+
     def clear_counters(self) -> None:
         """Starts the counters again from zero."""
         self._session.clear_counters()

@@ -104,6 +104,14 @@ class Session(Protocol):
         """
         ...
 
+    def time_calls(self) -> None:
+        """From now on every call is timed, where the device can."""
+        ...
+
+    def call_seconds(self) -> float | None:
+        """Device time of the last call; None where it is not measured."""
+        ...
+
     def counters(self) -> Counters:
         """Figures since the session was opened or cleared."""
         ...

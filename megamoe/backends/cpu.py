@@ -108,6 +108,13 @@ class CpuSession:
         if not session.run(self._num_tokens, idx.data_ptr(), weight.data_ptr(), out.data_ptr()):
             raise self._timeout()
 
+    def time_calls(self) -> None:
+        """Nothing: on a CPU the caller's clock tells the same."""
+
+    def call_seconds(self) -> float | None:
+        """Not measured."""
+        return None
+
     def counters(self) -> Counters:
         """Figures since the session was opened or cleared."""
         session = self._open()

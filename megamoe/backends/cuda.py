@@ -209,6 +209,7 @@ class CudaSession:
             self._trace_buffer = torch.zeros((units, slots), dtype=torch.int64, device=self._device)
             self._params.trace = self._trace_buffer.data_ptr()
         self._num_tokens = 0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._meetings = 0
         self._faulted: FaultRecord | None = None
         self._broken: GroupBroken | None = None
@@ -351,6 +352,8 @@ class CudaSession:
     def stage(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Enqueues the small kernel that puts (and quantises) tokens into the own window."""
         self._need_open()
+        if self._events is not None:
+            self._events[0].record()
         x = x.contiguous()
         params = self._stage_params
         params.x = x.data_ptr()
@@ -375,6 +378,20 @@ class CudaSession:
         params.y = out.data_ptr()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._kernel.launch(self._shape.num_units, params, stream)
+        if self._events is not None:
+            self._events[1].record()
+
+    def time_calls(self) -> None:
+        """From now on events before ``stage`` and after ``launch`` time every call."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._events = begin, end
+
+    def call_seconds(self) -> float | None:
+        """Between the last call's events, staging included; the call must have run."""
+        if self._events is None:
+            return None
+        begin, end = self._events
+        return float(begin.elapsed_time(end)) * 1e-3
 
     def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Collective: runs the staged tokens and waits for the result, unless captured."""
