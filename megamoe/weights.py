@@ -104,19 +104,26 @@ def local_expert_ids(spec: MoESpec, rank: int, num_ranks: int) -> range:
 
 
 def random_expert(
-    spec: MoESpec, global_id: int, index: int, seed: int, scale: float = 1.0
+    spec: MoESpec,
+    global_id: int,
+    index: int,
+    seed: int,
+    scale: float = 1.0,
+    device: str | torch.device = "cpu",
 ) -> ExpertWeights:
     """One expert as a function of (seed, global id) alone; shared expert s has id E + s.
+
+    Drawn on ``device``: a GPU takes milliseconds where a core takes a second, and draws others.
 
     Weights are normal with standard deviation ``scale / sqrt(columns)``, and each 128x128 block is
     multiplied by its own 2**u, u uniform in [-1.5, 1.5]: blocks then differ in scale by up to 8x,
     so that a wrong scale index shows.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + global_id) % (1 << 63))
+    generator = torch.Generator(device).manual_seed((seed * 1_000_003 + global_id) % (1 << 63))
 
     def weight(rows: int, cols: int) -> tuple[Tensor, Tensor | None]:
-        w = torch.randn(rows, cols, generator=generator)
-        u = torch.rand(rows // GROUP, cols // GROUP, generator=generator) * 3 - 1.5
+        w = torch.randn(rows, cols, generator=generator, device=device)
+        u = torch.rand(rows // GROUP, cols // GROUP, generator=generator, device=device) * 3 - 1.5
         factor = torch.exp2(u) * (scale / cols**0.5)
         w.view(rows // GROUP, GROUP, cols // GROUP, GROUP).mul_(factor[:, None, :, None])
         if spec.weight_dtype == "bf16":
@@ -133,7 +140,12 @@ def random_expert(
 
 
 def random_experts(
-    spec: MoESpec, rank: int, num_ranks: int, seed: int, scale: float = 1.0
+    spec: MoESpec,
+    rank: int,
+    num_ranks: int,
+    seed: int,
+    scale: float = 1.0,
+    device: str | torch.device = "cpu",
 ) -> Iterator[ExpertWeights]:
     """This rank's experts, routed then shared: the same experts whatever the number of ranks.
 
@@ -142,9 +154,9 @@ def random_experts(
     """
     ids = local_expert_ids(spec, rank, num_ranks)
     for index, global_id in enumerate(ids):
-        yield random_expert(spec, global_id, index, seed, scale)
+        yield random_expert(spec, global_id, index, seed, scale, device)
     for s in range(spec.num_shared):
-        yield random_expert(spec, spec.num_experts + s, len(ids) + s, seed, scale)
+        yield random_expert(spec, spec.num_experts + s, len(ids) + s, seed, scale, device)
 
 
 def iter_local_experts(
