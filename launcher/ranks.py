@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from megamoe.layer import Backend
 
-__all__ = ["Group", "RankFailed", "arguments", "cores_per_rank", "run_in_group"]
+__all__ = ["Group", "RankFailed", "arguments", "cores_per_rank", "device_of", "run_in_group"]
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ def run_in_group(
     num_ranks = ranks or default_ranks
     if num_ranks == 1:
         with errors_to_exit(debug=debug):
-            code = work(Group(0, 1, _device(0, backend)))
+            code = work(Group(0, 1, device_of(0, backend)))
         raise typer.Exit(code)
     raise typer.Exit(_torchrun(module, arguments(context), num_ranks, debug=debug))
 
@@ -222,18 +222,19 @@ def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> i
     return 0
 
 
-def _device(local_rank: int, backend: str) -> str:
+def device_of(local_rank: int, backend: str) -> str:
+    """Where a rank's tensors live, ``"cpu"`` or ``"cuda:N"``, which becomes torch's device."""
     if backend == "cpu":
         return "cpu"
     import torch
 
     from megamoe.layer import choose_backend
 
-    if not torch.cuda.is_available() or choose_backend(cast("Backend", backend)) == "cpu":
+    if not torch.cuda.is_available():
         return "cpu"
     device = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
-    return device
+    return "cpu" if choose_backend(cast("Backend", backend)) == "cpu" else device
 
 
 @contextmanager
@@ -242,7 +243,7 @@ def _process_group(size: int, backend: str) -> Iterator[Group]:
     import torch
     import torch.distributed as dist
 
-    device = _device(int(os.environ.get("LOCAL_RANK", "0")), backend)
+    device = device_of(int(os.environ.get("LOCAL_RANK", "0")), backend)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     torch.set_num_threads(cores_per_rank(local_size))
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")

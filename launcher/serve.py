@@ -18,17 +18,12 @@ exit status is 0 after a drain only.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -39,117 +34,24 @@ from launcher.console import (
     RanksOption,
     errors_to_exit,
 )
-from launcher.ranks import arguments, cores_per_rank
+from launcher.ranks import arguments
+from launcher.serving.source import LayerSource
+from launcher.serving.supervisor import (
+    HTTP_START_S,
+    RUN_DIR,
+    Supervisor,
+    http_command,
+    runtime_dir,
+)
 from megamoe.errors import BackendUnavailable, SpecError
-from megamoe.spec import MODELS, EpConfig, MoESpec
+from megamoe.spec import EpConfig
 from service.config import ConfigError, ServiceConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from megamoe.checkpoint import Checkpoint
     from megamoe.layer import Backend
-    from megamoe.router import Router
     from megamoe.spec import WeightDtype
-    from megamoe.weights import ExpertWeights
 
 __all__ = ["command"]
-
-RUN_DIR: Final = "MEGAMOE_RUN_DIR"
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-HTTP_START_S: Final = 60.0
-RANKS_END_S: Final = 4.0
-KILL_AFTER_S: Final = 20.0
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where the layer comes from: a checkpoint, or random weights."""
-
-    checkpoint: Path | None
-    layer: int
-    random: str | None
-    seed: int
-    weight_dtype: WeightDtype | None
-
-    def check(self) -> None:
-        if (self.checkpoint is None) == (self.random is None):
-            raise SpecError("give either --checkpoint DIR (with --layer N) or --random SHAPE")
-        if self.random is not None:
-            _random_spec(self.random)
-        elif self.checkpoint is not None and not (self.checkpoint / "config.json").is_file():
-            raise SpecError(f"--checkpoint {self.checkpoint} has no config.json")
-
-    @property
-    def name(self) -> str:
-        if self.checkpoint is None:
-            return f"random {self.random} (seed {self.seed})"
-        return f"{self.checkpoint.name}, layer {self.layer}"
-
-    def spec(self) -> MoESpec:
-        if self.random is not None:
-            return _random_spec(self.random)
-        return self._checkpoint().moe_spec(self.layer, self.weight_dtype)
-
-    def experts(self, rank: int, num_ranks: int) -> Iterable[ExpertWeights]:
-        from megamoe.weights import iter_local_experts, random_experts
-
-        if self.random is not None:
-            return random_experts(self.spec(), rank, num_ranks, self.seed)
-        return iter_local_experts(
-            self._checkpoint(), self.layer, rank, num_ranks, self.weight_dtype
-        )
-
-    def router(self) -> Router | None:
-        if self.random is None:
-            return self._checkpoint().router(self.layer)
-        import torch
-
-        from megamoe.router import Router
-
-        spec = self.spec()
-        generator = torch.Generator().manual_seed(self.seed)
-        weight = torch.randn(spec.num_experts, spec.hidden, generator=generator)
-        return Router(weight=weight, topk=spec.topk, scoring="softmax", logits_fp32=True)
-
-    def _checkpoint(self) -> Checkpoint:
-        from megamoe.checkpoint import Checkpoint
-
-        assert self.checkpoint is not None
-        return Checkpoint.open(self.checkpoint)
-
-
-def _random_spec(text: str) -> MoESpec:
-    """``hidden=256,inter=128,experts=8,topk=2``, or the name of a published shape.
-
-    Raises:
-        SpecError: a word that is not understood.
-    """
-    if text in MODELS:
-        return MODELS[text]
-    names = {
-        "hidden": "hidden",
-        "inter": "inter",
-        "experts": "num_experts",
-        "topk": "topk",
-        "shared": "num_shared",
-    }
-    given: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        if key == "dtype":
-            given["weight_dtype"] = value
-        elif key in names and value.isdigit():
-            given[names[key]] = int(value)
-        else:
-            raise SpecError(
-                f"--random {text!r}: {part!r} is not understood: give one of "
-                f"{', '.join(MODELS)}, or hidden=…,inter=…,experts=…,topk=…[,shared=…][,dtype=…]"
-            )
-    missing = {"hidden", "inter", "num_experts", "topk"} - set(given)
-    if missing:
-        raise SpecError(f"--random {text!r}: {', '.join(sorted(missing))} missing")
-    return MoESpec(**given)
 
 
 def command(
@@ -157,7 +59,9 @@ def command(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder with config.json and safetensors.")
     ] = None,
-    layer: Annotated[int, typer.Option(help="Number of the layer; it must be an MoE layer.")] = 0,
+    layer: Annotated[
+        int | None, typer.Option(help="Number of the layer; it must be an MoE layer.")
+    ] = None,
     random: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +119,7 @@ def command(
     debug: DebugFlag = False,
 ) -> None:
     """Serve an MoE layer over HTTP (Open Inference Protocol v2)."""
-    source = _Source(checkpoint, layer, random, seed, cast("WeightDtype | None", weight_dtype))
+    source = LayerSource(checkpoint, layer, random, seed, cast("WeightDtype | None", weight_dtype))
     in_group = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if api_key_file is not None:
         os.environ["MEGAMOE_API_KEY_FILE"] = str(api_key_file.absolute())
@@ -252,7 +156,7 @@ def command(
             )
         )
     num_ranks = ranks or _default_ranks(backend)
-    supervisor = _Supervisor(run_dir, fields, num_ranks, max_restarts, arguments(context))
+    supervisor = Supervisor(run_dir, fields, num_ranks, max_restarts, arguments(context))
     raise typer.Exit(supervisor.run())
 
 
@@ -279,25 +183,11 @@ def _default_ranks(backend: str) -> int:
     return min(2, len(os.sched_getaffinity(0)))
 
 
-def _http_command(fields: dict[str, Any], run_dir: Path, follow_pid: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "service",
-        "--config",
-        json.dumps(fields),
-        "--run-dir",
-        str(run_dir),
-        "--follow-pid",
-        str(follow_pid),
-    ]
-
-
 # ---------------------------------------------------------------------- rank
 
 
 def _rank(
-    source: _Source,
+    source: LayerSource,
     *,
     config: EpConfig,
     backend: Backend,
@@ -313,7 +203,7 @@ def _rank(
         private_directory(run_dir)
         # A session of its own: torchrun ends ranks by process group, and this one outlives them.
         subprocess.Popen(
-            _http_command(fields, run_dir, os.getppid()),
+            http_command(fields, run_dir, os.getppid()),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
         )
@@ -348,11 +238,7 @@ def _agents_run_dir() -> str:
     agent = os.getppid()
     # Field 22 of stat is the start time: a process id alone comes back some day.
     started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    return str(_runtime_dir() / f"megamoe-{os.getuid()}-{agent}-{started}")
-
-
-def _runtime_dir() -> Path:
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    return str(runtime_dir() / f"megamoe-{os.getuid()}-{agent}-{started}")
 
 
 def _http_pid(run_dir: Path, limit_s: float) -> int | None:
@@ -366,108 +252,6 @@ def _http_pid(run_dir: Path, limit_s: float) -> int | None:
         if time.monotonic() >= deadline:
             return None
         time.sleep(0.05)
-
-
-# ---------------------------------------------------------------------- supervisor
-
-
-class _Supervisor:
-    """Starts the HTTP process, then torchrun; ends both when either ends, or when told to."""
-
-    def __init__(
-        self,
-        run_dir: Path | None,
-        fields: dict[str, Any],
-        num_ranks: int,
-        max_restarts: int,
-        argv: list[str],
-    ) -> None:
-        self.keep = run_dir is not None
-        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="megamoe-", dir=_runtime_dir()))
-        self.fields = fields
-        self.num_ranks = num_ranks
-        self.torchrun_argv = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_ranks),
-            "--max-restarts",
-            str(max_restarts),
-            "-m",
-            "launcher.serve",
-            *argv,
-        ]
-
-    def run(self) -> int:
-        """Returns the exit status."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            return self._run()
-        finally:
-            if not self.keep:
-                shutil.rmtree(self.run_dir, ignore_errors=True)
-
-    def _spawn(self, argv: list[str], **env: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            argv,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C comes to the supervisor alone
-            preexec_fn=_unblock,
-        )
-
-    def _run(self) -> int:
-        http = self._spawn(_http_command(self.fields, self.run_dir, os.getpid()))
-        deadline = time.monotonic() + HTTP_START_S
-        while not (self.run_dir / "http.pid").exists():
-            if http.poll() is not None:
-                return http.returncode or EXIT_ERROR
-            if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
-                http.kill()
-                return EXIT_ERROR
-        threads = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank(self.num_ranks))
-        torchrun = self._spawn(
-            self.torchrun_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
-        )
-        try:
-            return self._watch(http, torchrun)
-        finally:
-            for process in (http, torchrun):
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-
-    @staticmethod
-    def _watch(http: subprocess.Popen[bytes], torchrun: subprocess.Popen[bytes]) -> int:
-        told = 0
-        ending: float | None = None
-        while http.poll() is None or torchrun.poll() is None:
-            if signal.sigtimedwait(SIGNALS, 0.1):
-                told += 1
-                if http.poll() is None:
-                    http.send_signal(signal.SIGTERM)
-                if told > 1:
-                    torchrun.terminate()
-            if ending is None and (http.poll() is not None or torchrun.poll() is not None):
-                ending = time.monotonic()
-                if torchrun.poll() is not None:
-                    http.terminate()
-            waited = 0.0 if ending is None else time.monotonic() - ending
-            # After a drain the ranks end by themselves; those that were still loading do not.
-            if http.returncode or (http.returncode == 0 and waited > RANKS_END_S):
-                torchrun.terminate()
-            if waited > KILL_AFTER_S:
-                return 1
-        if told == 1 and http.returncode == 0:
-            return 0
-        return http.returncode or torchrun.returncode or 1
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 if __name__ == "__main__":

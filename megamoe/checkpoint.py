@@ -22,7 +22,7 @@ from megamoe.families import Config, Names, family_of
 from megamoe.router import Router
 from megamoe.spec import GROUP, MoESpec, WeightDtype
 
-__all__ = ["PROJECTIONS", "Checkpoint", "Projection", "StoredWeight"]
+__all__ = ["PROJECTIONS", "Checkpoint", "Projection", "StoredWeight", "number_ranges"]
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: Final[tuple[Projection, ...]] = ("gate", "up", "down")
@@ -235,9 +235,8 @@ class Checkpoint:
             return
         count = self._field("num_hidden_layers")
         kind = "a dense layer" if 0 <= layer < count else f"not among the {count} layers"
-        raise CheckpointError(
-            f"layer {layer} of {self.path} is {kind}; MoE layers are {_ranges(self.moe_layers)}"
-        )
+        layers = number_ranges(self.moe_layers)
+        raise CheckpointError(f"layer {layer} of {self.path} is {kind}; MoE layers are {layers}")
 
     def _field(self, name: str, *default: Any) -> Any:
         if name not in self.config and not default:
@@ -276,7 +275,7 @@ def _quantized(config: Config, path: Path) -> bool:
     return True
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
+def number_ranges(numbers: tuple[int, ...]) -> str:
     """``(3, 4, 5, 8)`` as ``3-5, 8``."""
     parts: list[list[int]] = []
     for n in numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import zlib
@@ -19,7 +20,9 @@ from service.engine import Span
 if TYPE_CHECKING:
     from megamoe.router import Router
 
-__all__ = ["TRACE_STAMPS", "Executor", "device_of"]
+__all__ = ["TRACE_STAMPS", "Executor"]
+
+_log = logging.getLogger("megamoe.rank")
 
 TRACE_STAMPS: Final = (
     "Start",
@@ -42,17 +45,15 @@ TRACE_ROLES: Final = (
 """Stretches of a CTA's timeline, one after the other."""
 
 
-def device_of(backend: str) -> str:
-    """Where this rank's tensors live; makes it torch's current device."""
-    if backend == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    torch.cuda.set_device(device)
-    return device
-
-
 class Executor:
-    """A rank's share of a step."""
+    """A rank's share of a step.
+
+    Args:
+        layer: opened, its weights loaded.
+        arena: where requests' tensors lie.
+        router: the layer's, or None.
+        device: where the layer's tensors live.
+    """
 
     def __init__(self, layer: MoELayer, arena: Arena, router: Router | None, device: str) -> None:
         self.layer = layer
@@ -62,6 +63,9 @@ class Executor:
         self.rank = layer.rank
         self.num_ranks = layer.config.num_ranks
         self.bytes = torch.frombuffer(arena.view, dtype=torch.uint8)
+        if device != "cpu":
+            layer.time_calls()
+            _pin(self.bytes)
         self.heartbeat = self._heartbeat_input()
 
     def _heartbeat_input(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,16 +96,18 @@ class Executor:
                 parts.append((item, range(rows.start - first, rows.stop - first)))
             first += item.num_tokens
         scale: Tensor | None = None
+        counts: list[int] = []
         if plan.items:
-            hidden, scale, ids, weights = self._gather(parts, plan.fp8)
+            hidden, scale, routes, weights = self._gather(parts, plan.fp8)
+            counts = torch.bincount(routes[routes >= 0], minlength=spec.num_experts).tolist()
+            ids = routes.to(self.device)
         else:
             hidden, ids, weights = self.heartbeat
         gathered = time.monotonic()
         self.layer.clear_counters()
         y = self.layer.run(hidden if scale is None else (hidden, scale), ids, weights)
-        if self.device != "cpu":
-            torch.cuda.synchronize()
         ran = time.monotonic()
+        kernel_s = self.layer.call_seconds()
         checksum = 0
         if plan.items:
             self._scatter(parts, y)
@@ -116,14 +122,10 @@ class Executor:
             spans.append(Span(self.rank, -1, role, (start - begun) * 1e6, (stop - start) * 1e6))
         spans += self._device_spans((gathered - begun) * 1e6)
         counters = self.layer.counters()
-        counts: list[int] = []
-        if plan.items:
-            flat = ids.flatten()
-            counts = torch.bincount(flat[flat >= 0], minlength=spec.num_experts).tolist()
         return ipc.RankReport(
             rank=self.rank,
             step=plan.step,
-            kernel_s=ran - gathered,
+            kernel_s=ran - gathered if kernel_s is None else kernel_s,
             num_tokens=hidden.shape[0],
             checksum=checksum,
             expert_counts=counts,
@@ -152,6 +154,7 @@ class Executor:
     def _gather(
         self, parts: list[tuple[ipc.PlanItem, range]], fp8: bool
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Activations, their scales, routes (on the CPU: they are counted there) and weights."""
         spec = self.spec
         dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
         hidden: list[Tensor] = []
@@ -171,18 +174,11 @@ class Executor:
             ids.append(item_ids)
             weights.append(item_weights)
 
-        def join(tensors: list[Tensor], columns: int, of: torch.dtype) -> Tensor:
-            if not tensors:
-                return torch.empty((0, columns), dtype=of, device=self.device)
-            # One request's rows go to the layer where they lie.
-            whole = tensors[0] if len(tensors) == 1 else _concatenate(tensors)
-            return whole.to(self.device)
-
         return (
-            join(hidden, spec.hidden, dtype),
-            join(scales, spec.hidden // 128, torch.float32) if fp8 else None,
-            join(ids, spec.topk, torch.int32),
-            join(weights, spec.topk, torch.float32),
+            _joined(hidden, spec.hidden, dtype, self.device),
+            _joined(scales, spec.hidden // 128, torch.float32, self.device) if fp8 else None,
+            _joined(ids, spec.topk, torch.int32, "cpu"),
+            _joined(weights, spec.topk, torch.float32, "cpu").to(self.device),
         )
 
     def _route(self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor) -> None:
@@ -204,8 +200,10 @@ class Executor:
         at = 0
         for item, rows in parts:
             out = self.view(item.layout.output, rows, self.spec.hidden, torch.bfloat16)
-            out.copy_(y[at : at + len(rows)])
+            out.copy_(y[at : at + len(rows)], non_blocking=True)
             at += len(rows)
+        if self.device != "cpu":
+            torch.cuda.current_stream().synchronize()
 
 
 def _both(l1: int | None, l2: int | None) -> tuple[int, int] | None:
@@ -213,7 +211,22 @@ def _both(l1: int | None, l2: int | None) -> tuple[int, int] | None:
     return None if l1 is None or l2 is None else (l1, l2)
 
 
-def _concatenate(tensors: list[Tensor]) -> Tensor:
-    if tensors[0].dtype == torch.float8_e4m3fn:
-        return torch.cat([t.view(torch.uint8) for t in tensors]).view(torch.float8_e4m3fn)
-    return torch.cat(tensors)
+def _joined(tensors: list[Tensor], columns: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Rows [n, columns] one below the other; on the CPU one piece alone stays where it lies."""
+    if len(tensors) == 1 and device == "cpu":
+        return tensors[0]
+    rows = sum(len(t) for t in tensors)
+    # As bytes: the CPU has no copy of e4m3.
+    whole = torch.empty((rows, columns * dtype.itemsize), dtype=torch.uint8, device=device)
+    at = 0
+    for t in tensors:
+        whole[at : at + len(t)].copy_(t.view(torch.uint8), non_blocking=True)
+        at += len(t)
+    return whole.view(dtype)
+
+
+def _pin(memory: Tensor) -> None:
+    """Locks pages for the copies of a GPU, which are several times slower without."""
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if status:
+        _log.warning("requests' memory is not pinned (CUDA error %d): copies are slower", status)

@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 import torch
 import zmq
 
-from launcher.serving.executor import device_of
+from launcher.ranks import device_of
 from launcher.serving.worker import RankOptions, Shared, Worker
 from megamoe.telemetry import Reading, Sampler
 from service import ipc
@@ -33,6 +33,10 @@ LIFE_S: Final = 1.0
 STOP_SKEW_S: Final = 0.3
 STOP_LIMIT_S: Final = 28.0
 """torchrun kills its ranks 30 s after SIGTERM."""
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _gpu_uuid(device: str) -> str | None:
@@ -56,7 +60,7 @@ class _Watch:
         self.peers: dict[int, str] = {}
         if http_pid is not None:
             self._watch(http_pid, "the HTTP process")
-        self.sampler = Sampler(_gpu_uuid(device_of(options.backend)))
+        self.sampler = Sampler(_gpu_uuid(device_of(_local_rank(), options.backend)))
         self.told_at: float | None = None
         self.life_at = 0.0
 

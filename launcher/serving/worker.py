@@ -22,7 +22,8 @@ import zmq
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as find_store
 
-from launcher.serving.executor import Executor, device_of
+from launcher.ranks import device_of
+from launcher.serving.executor import Executor
 from megamoe.errors import MegaMoeError, PeerTimeout
 from megamoe.layer import MoELayer, open_layer
 from megamoe.symmetric.base import GroupRendezvous, Rendezvous
@@ -54,7 +55,7 @@ class RankOptions:
         spec: makes the layer's spec; it may read a checkpoint.
         config: how the group runs it.
         backend: see ``open_layer``.
-        experts: this rank's experts, given (rank, num_ranks).
+        experts: this rank's experts, given (rank, num_ranks, device).
         router: makes the layer's router, or None.
         run_dir: where the sockets lie.
         heartbeat_s: idle time between heartbeat steps.
@@ -64,7 +65,7 @@ class RankOptions:
     spec: Callable[[], MoESpec]
     config: EpConfig
     backend: Backend
-    experts: Callable[[int, int], Iterable[ExpertWeights]]
+    experts: Callable[[int, int, str], Iterable[ExpertWeights]]
     router: Callable[[], Router | None]
     run_dir: Path
     heartbeat_s: float
@@ -159,14 +160,14 @@ class Worker:
 
     def _serve(self) -> None:
         options = self.options
-        device = device_of(options.backend)
+        device = device_of(int(os.environ.get("LOCAL_RANK", "0")), options.backend)
         rendezvous = _rendezvous(self.rank, self.num_ranks, device)
         group = rendezvous.all_gather({"group": os.urandom(8).hex()})[0]["group"]
         spec = options.spec()
         with open_layer(
             spec, options.config, backend=options.backend, rendezvous=rendezvous
         ) as layer:
-            layer.load_weights(options.experts(self.rank, self.num_ranks))
+            layer.load_weights(options.experts(self.rank, self.num_ranks, device))
             router = options.router()
             if router is not None and router.logits_fp32:
                 router = replace(router, weight=router.weight.float())

@@ -1,0 +1,129 @@
+"""Where a served layer comes from: a checkpoint, or random weights of a named shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megamoe.errors import SpecError
+from megamoe.spec import MODELS, MoESpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from megamoe.checkpoint import Checkpoint
+    from megamoe.router import Router
+    from megamoe.spec import WeightDtype
+    from megamoe.weights import ExpertWeights
+
+__all__ = ["LayerSource", "random_spec"]
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """Where the layer comes from: a checkpoint, or random weights."""
+
+    checkpoint: Path | None
+    layer: int | None
+    random: str | None
+    seed: int
+    weight_dtype: WeightDtype | None
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before any process is started.
+
+        Raises:
+            SpecError: says what to give.
+        """
+        if (self.checkpoint is None) == (self.random is None):
+            raise SpecError("give either --checkpoint DIR (with --layer N) or --random SHAPE")
+        if self.random is not None:
+            random_spec(self.random)
+        elif self.checkpoint is not None:
+            if not (self.checkpoint / "config.json").is_file():
+                raise SpecError(f"--checkpoint {self.checkpoint} has no config.json")
+            if self.layer is None:
+                from megamoe.checkpoint import number_ranges
+
+                layers = number_ranges(self._checkpoint().moe_layers)
+                raise SpecError(f"--layer is missing: MoE layers of {self.checkpoint} are {layers}")
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.checkpoint is None:
+            return f"random {self.random} (seed {self.seed})"
+        return f"{self.checkpoint.name}, layer {self.layer}"
+
+    def spec(self) -> MoESpec:
+        """What the layer computes."""
+        if self.random is not None:
+            return random_spec(self.random)
+        return self._checkpoint().moe_spec(self._layer(), self.weight_dtype)
+
+    def experts(self, rank: int, num_ranks: int, device: str) -> Iterable[ExpertWeights]:
+        """A rank's experts; random ones are drawn on ``device``."""
+        from megamoe.weights import iter_local_experts, random_experts
+
+        if self.random is not None:
+            return random_experts(self.spec(), rank, num_ranks, self.seed, device=device)
+        return iter_local_experts(
+            self._checkpoint(), self._layer(), rank, num_ranks, self.weight_dtype
+        )
+
+    def router(self) -> Router | None:
+        """The layer's router."""
+        if self.random is None:
+            return self._checkpoint().router(self._layer())
+        import torch
+
+        from megamoe.router import Router
+
+        spec = self.spec()
+        generator = torch.Generator().manual_seed(self.seed)
+        weight = torch.randn(spec.num_experts, spec.hidden, generator=generator)
+        return Router(weight=weight, topk=spec.topk, scoring="softmax", logits_fp32=True)
+
+    def _layer(self) -> int:
+        assert self.layer is not None  # see ``check``
+        return self.layer
+
+    def _checkpoint(self) -> Checkpoint:
+        from megamoe.checkpoint import Checkpoint
+
+        assert self.checkpoint is not None
+        return Checkpoint.open(self.checkpoint)
+
+
+def random_spec(text: str) -> MoESpec:
+    """``hidden=256,inter=128,experts=8,topk=2``, or the name of a published shape.
+
+    Raises:
+        SpecError: a word that is not understood.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    names = {
+        "hidden": "hidden",
+        "inter": "inter",
+        "experts": "num_experts",
+        "topk": "topk",
+        "shared": "num_shared",
+    }
+    given: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key == "dtype":
+            given["weight_dtype"] = value
+        elif key in names and value.isdigit():
+            given[names[key]] = int(value)
+        else:
+            raise SpecError(
+                f"--random {text!r}: {part!r} is not understood: give one of "
+                f"{', '.join(MODELS)}, or hidden=…,inter=…,experts=…,topk=…[,shared=…][,dtype=…]"
+            )
+    missing = {"hidden", "inter", "num_experts", "topk"} - set(given)
+    if missing:
+        raise SpecError(f"--random {text!r}: {', '.join(sorted(missing))} missing")
+    return MoESpec(**given)

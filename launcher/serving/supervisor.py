@@ -1,0 +1,148 @@
+"""The parent of a service that was started without torchrun: HTTP process and ranks, and their end.
+
+A terminal's Ctrl-C and every other signal come to it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from launcher.console import EXIT_ERROR
+from launcher.ranks import cores_per_rank
+
+__all__ = ["HTTP_START_S", "RUN_DIR", "Supervisor", "http_command", "runtime_dir"]
+
+RUN_DIR: Final = "MEGAMOE_RUN_DIR"
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HTTP_START_S: Final = 60.0
+RANKS_END_S: Final = 4.0
+KILL_AFTER_S: Final = 20.0
+
+
+def http_command(fields: dict[str, Any], run_dir: Path, follow_pid: int) -> list[str]:
+    """How the HTTP process is started: with these settings, ending when a process ends."""
+    return [
+        sys.executable,
+        "-m",
+        "service",
+        "--config",
+        json.dumps(fields),
+        "--run-dir",
+        str(run_dir),
+        "--follow-pid",
+        str(follow_pid),
+    ]
+
+
+def runtime_dir() -> Path:
+    """Where run directories are made."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+class Supervisor:
+    """Starts the HTTP process, then torchrun; ends both when either ends, or when told to."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        fields: dict[str, Any],
+        num_ranks: int,
+        max_restarts: int,
+        argv: list[str],
+    ) -> None:
+        self.keep = run_dir is not None
+        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="megamoe-", dir=runtime_dir()))
+        self.fields = fields
+        self.num_ranks = num_ranks
+        self.torchrun_argv = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            "--max-restarts",
+            str(max_restarts),
+            "-m",
+            "launcher.serve",
+            *argv,
+        ]
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return self._run()
+        finally:
+            if not self.keep:
+                shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _spawn(self, argv: list[str], **env: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C comes to the supervisor alone
+            preexec_fn=_unblock,
+        )
+
+    def _run(self) -> int:
+        http = self._spawn(http_command(self.fields, self.run_dir, os.getpid()))
+        deadline = time.monotonic() + HTTP_START_S
+        while not (self.run_dir / "http.pid").exists():
+            if http.poll() is not None:
+                return http.returncode or EXIT_ERROR
+            if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
+                http.kill()
+                return EXIT_ERROR
+        threads = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank(self.num_ranks))
+        torchrun = self._spawn(
+            self.torchrun_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
+        )
+        try:
+            return self._watch(http, torchrun)
+        finally:
+            for process in (http, torchrun):
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+    @staticmethod
+    def _watch(http: subprocess.Popen[bytes], torchrun: subprocess.Popen[bytes]) -> int:
+        told = 0
+        ending: float | None = None
+        while http.poll() is None or torchrun.poll() is None:
+            if signal.sigtimedwait(SIGNALS, 0.1):
+                told += 1
+                if http.poll() is None:
+                    http.send_signal(signal.SIGTERM)
+                if told > 1:
+                    torchrun.terminate()
+            if ending is None and (http.poll() is not None or torchrun.poll() is not None):
+                ending = time.monotonic()
+                if torchrun.poll() is not None:
+                    http.terminate()
+            waited = 0.0 if ending is None else time.monotonic() - ending
+            # After a drain the ranks end by themselves; those that were still loading do not.
+            if http.returncode or (http.returncode == 0 and waited > RANKS_END_S):
+                torchrun.terminate()
+            if waited > KILL_AFTER_S:
+                return 1
+        if told == 1 and http.returncode == 0:
+            return 0
+        return http.returncode or torchrun.returncode or 1
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
