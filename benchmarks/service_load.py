@@ -3,8 +3,8 @@
 python benchmarks/service_load.py                 # all three, about four minutes
 python benchmarks/service_load.py --seconds 5 --no-write
 
-python benchmarks/service_load.py --only steps --backend cuda --ranks 4 --shape v4-flash \
-    --clients 32 --output benchmarks/results/service_h200x4.json
+python benchmarks/service_load.py --only steps --backend cuda --ranks 2 --shape v4-flash \
+    --clients 32 --seconds 15 --output benchmarks/results/service_h200x2.json
 
 1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
    alone; latencies; resident memory of every process at a sixth of the time and at the end.
@@ -13,8 +13,8 @@ python benchmarks/service_load.py --only steps --backend cuda --ranks 4 --shape 
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
    same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
    run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
-4. ``steps`` (on request, meant for GPUs): time in the layer of full steps, against the
-   bare layer on as many rows, and what the sensors' sampler costs the bare layer.
+4. ``steps`` (on request, meant for GPUs): time in the layer of the step sizes that occurred most,
+   against the bare layer on as many rows, and what the sensors' sampler costs the bare layer.
 """
 
 from __future__ import annotations
@@ -245,31 +245,27 @@ def cost_row(requests: int) -> dict:
 
 # ---------------------------------------------------------------------- steps
 
+MOST_COMMON = 4
+"""Step sizes that are compared with the bare layer."""
+BLOCKS, BLOCK_S = 9, 1.3
+"""Of the bare layer; the sampler reads once a second in every second block."""
+
 
 def steps_row(args: argparse.Namespace) -> dict:
-    """Full steps of the service against the bare layer on the same rows, same machine."""
+    """The service's steps against the bare layer on as many rows, one after the other."""
     import threading
 
-    import torch
     from tritonclient.http import InferenceServerClient
 
-    from launcher.serve import _random_spec
+    from launcher.serving.source import random_spec
 
-    spec = _random_spec(args.shape)
-    per_step = min(args.clients, 8 * args.ranks) * 128
-    max_tokens = per_step // args.ranks
+    spec = random_spec(args.shape)
+    max_tokens = -(-args.clients * 128 // args.ranks)
     options = ["--backend", args.backend, "--max-tokens", str(max_tokens), "--heartbeat", "5"]
-    bare = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={args.ranks}", __file__, "--bare", "--backend", args.backend,
-            "--shape", args.shape, "--tokens", str(max_tokens),
-        ],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    row = json.loads(bare.stdout.strip().splitlines()[-1])
-    kernels: list[float] = []
+    kernels: dict[int, list[float]] = {}
+    requests = [0]
     end = [0.0]
+    phases = ("queue", "host", "kernel")
     with Served(*options, ranks=args.ranks, shape=args.shape) as served:
         served.wait_ready(500)
 
@@ -284,28 +280,70 @@ def steps_row(args: argparse.Namespace) -> dict:
                 _, fields, data = post(link, "/v2/models/moe/infer", bytes(body), headers)
                 head = int(fields["inference-header-content-length"])
                 times = json.loads(data[:head])["parameters"]
-                if times["step_tokens"] == per_step:
-                    kernels.append(times["kernel_us"] * 1e-6)
+                requests[0] += 1
+                kernels.setdefault(times["step_tokens"], []).append(times["kernel_us"] * 1e-6)
 
+        def sums() -> dict[str, float]:
+            name = "megamoe_step_seconds"
+            found = {p: served.metric(f'{name}_sum{{phase="{p}"}}') for p in phases}
+            return {**found, "steps": served.metric(f'{name}_count{{phase="kernel"}}')}
+
+        before = sums()
         end[0] = time.monotonic() + args.seconds
         threads = [threading.Thread(target=client, args=(i,)) for i in range(args.clients)]
         for thread in threads:
             thread.start()
+        time.sleep(max(0.0, args.seconds - 1.5))
+        sensors = {
+            name: served.metric(f"megamoe_gpu_{name}") / args.ranks
+            for name in ("sm_clock_hertz", "power_watts", "temperature_celsius")
+        }
         for thread in threads:
             thread.join()
-    step_ms = round(statistics.median(kernels) * 1e3, 3) if kernels else None
+        after = sums()
+        served.note_processes()
+    steps = after["steps"] - before["steps"]
+    # A step is seen once by each of its requests.
+    common = sorted(kernels, key=lambda n: -len(kernels[n]) / n)[:MOST_COMMON]
+    batches = ",".join(str(n) for n in sorted(common))
+    bare = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={args.ranks}", __file__, "--bare", "--backend", args.backend,
+            "--shape", args.shape, "--tokens", str(max_tokens), "--batches", batches,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if bare.returncode:
+        raise RuntimeError(bare.stderr[-4000:])
+    told = json.loads(bare.stdout.strip().splitlines()[-1])
+    compared = []
+    for n in sorted(common):
+        served_ms = statistics.median(kernels[n]) * 1e3
+        bare_ms = told["bare_ms"][str(n)]
+        compared.append(
+            {
+                "tokens": n,
+                "steps": round(len(kernels[n]) * 128 / n),
+                "kernel_ms": round(served_ms, 4),
+                "bare_ms": round(bare_ms, 4),
+                "ratio": round(served_ms / bare_ms, 3),
+            }
+        )
     return {
         "name": "steps",
         "shape": args.shape,
         "backend": args.backend,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "ranks": args.ranks,
         "clients": args.clients,
-        "tokens_per_step": per_step,
-        "full_steps_seen": len(kernels) * 128 // per_step,
-        "step_ms": step_ms,
-        **row,
-        "ratio": round(step_ms / row["bare_ms"], 3) if step_ms else None,
+        "seconds": args.seconds,
+        "requests_per_s": round(requests[0] / args.seconds, 1),
+        "steps_per_s": round(steps / args.seconds, 1),
+        "mean_ms": {p: round((after[p] - before[p]) / steps * 1e3, 3) for p in phases},
+        "timed_by": told["timed_by"],
+        "compared": compared,
+        "telemetry_overhead": told["telemetry_overhead"],
+        "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
     }
 
 
@@ -314,57 +352,77 @@ def bare(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from launcher.serve import _random_spec
+    from launcher.ranks import device_of
     from launcher.serving.rank import _gpu_uuid
+    from launcher.serving.source import random_spec
     from megamoe.layer import open_layer
     from megamoe.spec import EpConfig
     from megamoe.telemetry import Sampler
     from megamoe.weights import random_experts
+    from service.batching import rank_rows
 
-    spec = _random_spec(args.shape)
+    spec = random_spec(args.shape)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = "cpu"
-    if args.backend == "cuda":
-        device = f"cuda:{rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
+    device = device_of(int(os.environ["LOCAL_RANK"]), args.backend)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
     torch.set_num_threads(1)
     config = EpConfig(num_ranks=ranks, max_tokens=args.tokens)
-    times: dict[bool, list[float]] = {False: [], True: []}
+    batches = [int(n) for n in args.batches.split(",")]
+    times: dict[int, list[float]] = {n: [] for n in batches}
+    means: dict[bool, list[float]] = {False: [], True: []}
     with open_layer(spec, config, backend=args.backend) as layer:
-        layer.load_weights(random_experts(spec, rank, ranks, 0))
-        x, ids, weights = make_tokens(
-            args.tokens, rank, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
-        )
-        tensors = [
-            torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16),
-            torch.from_numpy(ids),
-            torch.from_numpy(weights),
-        ]
-        tensors = [tensor.to(device) for tensor in tensors]
-        for block in range(9):
+        layer.load_weights(random_experts(spec, rank, ranks, 0, device=device))
+        layer.time_calls()
+
+        def tensors(num_tokens: int) -> list:
+            rows = len(rank_rows(num_tokens, ranks, rank))
+            x, ids, weights = make_tokens(
+                rows, rank, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
+            )
+            x = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
+            return [t.to(device) for t in (x, torch.from_numpy(ids), torch.from_numpy(weights))]
+
+        def call(inputs: list) -> tuple[float, float]:
+            """Seconds of the kernels and of the whole call, of the slower rank."""
+            dist.all_reduce(torch.zeros(1))
+            begun = time.perf_counter()
+            layer.run(*inputs)
+            took = time.perf_counter() - begun
+            both = torch.tensor([layer.call_seconds() or took, took], dtype=torch.float64)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            return float(both[0]), float(both[1])
+
+        for n in batches:
+            inputs = tensors(n)
+            times[n] = [call(inputs)[0] for _ in range(args.calls + 10)][10:]
+        for block in range(BLOCKS):
             sampler = Sampler(_gpu_uuid(device))
             if block % 2:
                 sampler.start(lambda _: None)
-            for _ in range(args.calls):
-                dist.barrier()
-                begun = time.perf_counter()
-                layer.run(*tensors)
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                took = torch.tensor([time.perf_counter() - begun])
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                if block:  # the first warms up
-                    times[bool(block % 2)].append(float(took))
+            # Rank 0's clock counts: all ranks make the same number of calls.
+            wholes = []
+            go_on = torch.ones(1)
+            end = time.perf_counter() + BLOCK_S
+            while go_on:
+                wholes.append(call(inputs)[1])
+                go_on = torch.tensor([float(time.perf_counter() < end)])
+                dist.all_reduce(go_on, dist.ReduceOp.MIN)
             sampler.stop()
-    quiet, sampled = (statistics.median(times[kind]) for kind in (False, True))
+            if block:  # the first warms up
+                means[bool(block % 2)].append(statistics.fmean(wholes))
+    # Of means: a reading holds up the one call that it meets, which a median of calls would hide.
+    quiet, sampled = (statistics.median(means[kind]) for kind in (False, True))
     if rank == 0:
-        overhead = round(sampled / quiet - 1, 4)
-        print(json.dumps({"bare_ms": round(quiet * 1e3, 3), "telemetry_overhead": overhead}))
+        told = {
+            "timed_by": "wall clock" if device == "cpu" else "CUDA events, staging included",
+            "bare_ms": {n: statistics.median(taken) * 1e3 for n, taken in times.items()},
+            "telemetry_overhead": round(sampled / quiet - 1, 4),
+        }
+        print(json.dumps(told))
     dist.destroy_process_group()
 
 
-def meta() -> dict:
+def meta(backend: str) -> dict:
     import torch
 
     commit = subprocess.run(
@@ -383,7 +441,9 @@ def meta() -> dict:
         "load_average_1min": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "notes": "clients, HTTP process and ranks share the cores; power and clocks cannot be read",
+        "gpu": torch.cuda.get_device_name() if backend == "cuda" else None,
+        "notes": "clients, HTTP process and ranks share the cores"
+        + ("" if backend == "cuda" else "; power and clocks cannot be read"),
     }
 
 
@@ -396,10 +456,11 @@ def main() -> int:
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
-    parser.add_argument("--calls", type=int, default=30, help="per block of the bare layer")
+    parser.add_argument("--calls", type=int, default=100, help="of the bare layer, per step size")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=128, help=argparse.SUPPRESS)
+    parser.add_argument("--batches", default="128", help=argparse.SUPPRESS)
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--echo-server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -409,7 +470,7 @@ def main() -> int:
     if args.bare:
         bare(args)
         return 0
-    result = {"meta": meta(), "rows": []}
+    result = {"meta": meta(args.backend), "rows": []}
     if args.only and args.output.exists():
         # One figure anew, the others as they are.
         old = json.loads(args.output.read_text())["rows"]

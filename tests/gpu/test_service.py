@@ -1,4 +1,4 @@
-"""The service over GPU ranks: answers, telemetry that is read, and a lost rank.
+"""The service over GPU ranks: answers, telemetry that is read, lost and stopped ranks.
 
 Speaks the protocol by hand over httpx, so that a machine with GPUs needs the service's packages and
 nothing else.
@@ -7,7 +7,11 @@ nothing else.
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -18,23 +22,37 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 from megamoe.reference.moe import moe_forward_detail
+from megamoe.reference.quant import quantize_1x128
 from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
 from megamoe.spec import MoESpec
-from megamoe.weights import random_experts
+from megamoe.weights import ExpertWeights, random_experts
 from tests.compare import assert_bitwise, assert_matches_oracle
 from tests.service.served import Served
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 SPEC = MoESpec(hidden=512, inter=256, num_experts=8, topk=2)
 SHAPE = "hidden=512,inter=256,experts=8,topk=2"
+TIMEOUT_S = 3.0
 
 
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def infer(url: str, **tensors: tuple[str, torch.Tensor]) -> torch.Tensor:
-    """BF16 [T,H] for tensors given as (datatype, tensor)."""
+def on_cpu(expert: ExpertWeights) -> ExpertWeights:
+    names = ("w1", "w1_scale", "w2", "w2_scale")
+    return replace(expert, **{name: getattr(expert, name).cpu() for name in names})
+
+
+def wait_until(happened, limit_s: float, served: Served) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, served.text()
+        time.sleep(0.02)
+
+
+def infer(url: str, **tensors: tuple[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    """BF16 [T,H] and what the answer says of itself, for tensors given as (datatype, tensor)."""
     parts, inputs = [], []
     for name, (datatype, tensor) in tensors.items():
         parts.append(raw(tensor))
@@ -46,18 +64,21 @@ def infer(url: str, **tensors: tuple[str, torch.Tensor]) -> torch.Tensor:
     content = head + b"".join(parts)
     answer = httpx.post(url + "/v2/models/moe/infer", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
-    body = answer.content[int(answer.headers["inference-header-content-length"]) :]
-    return torch.frombuffer(bytearray(body), dtype=torch.bfloat16).view(-1, SPEC.hidden)
+    size = int(answer.headers["inference-header-content-length"])
+    y = torch.frombuffer(bytearray(answer.content[size:]), dtype=torch.bfloat16)
+    return y.view(-1, SPEC.hidden), json.loads(answer.content[:size])["parameters"]
 
 
 @pytest.fixture(scope="module")
 def served():
-    ranks = min(torch.cuda.device_count(), 4)
-    with Served(
-        "--backend", "cuda", "--fault-injection", "--timeout", "5", ranks=ranks, shape=SHAPE
-    ) as running:
-        running.wait_ready(170)
-        yield running
+    """Two ranks or more; on a single GPU they share it."""
+    ranks = min(max(torch.cuda.device_count(), 2), 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        options = ("--backend", "cuda", "--fault-injection", "--timeout", str(TIMEOUT_S))
+        with Served(*options, "--heartbeat", "0.2", ranks=ranks, shape=SHAPE) as running:
+            running.wait_ready(170)
+            yield running
 
 
 def call(seed: int = 1, tokens: int = 50):
@@ -78,12 +99,51 @@ def tensors(x, ids, weights):
 
 def test_answers_match_the_oracle_and_do_not_depend_on_neighbours(served):
     x, ids, weights = call()
-    y = infer(served.url, **tensors(x, ids, weights))
-    experts = list(random_experts(SPEC, 0, 1, 0))
-    detail = moe_forward_detail(SPEC, x, ids.long(), weights, experts, [])
+    y, _ = infer(served.url, **tensors(x, ids, weights))
+    experts = random_experts(SPEC, 0, 1, 0, device="cuda")
+    detail = moe_forward_detail(SPEC, x, ids.long(), weights, [on_cpu(e) for e in experts], [])
     assert_matches_oracle(y, detail.y, SPEC, accumulator_bits=FP8_TENSOR_CORE_BITS)
-    part = infer(served.url, **tensors(x[7:19], ids[7:19], weights[7:19]))
+    part, _ = infer(served.url, **tensors(x[7:19], ids[7:19], weights[7:19]))
     assert_bitwise(part, y[7:19])
+
+
+def test_requests_that_share_a_step_get_the_bits_of_their_own(served):
+    cases = [tensors(*call(seed, 1 + 2 * seed)) for seed in range(24)]
+    alone = [infer(served.url, **case)[0] for case in cases]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda case: infer(served.url, **case), cases))
+    for (y, _), want in zip(together, alone, strict=True):
+        assert_bitwise(y, want)
+    own = sum(len(y) for y in alone)
+    assert sum(told["step_tokens"] for _, told in together) > own, "no two requests shared a step"
+
+
+def test_fp8_activations_give_the_bits_of_their_bf16_origin(served):
+    x, ids, weights = call(3, 33)
+    q, scales = quantize_1x128(x)
+    fp8 = {"hidden_states": ("UINT8", q.view(torch.uint8)), "hidden_scales": ("FP32", scales)}
+    have, _ = infer(served.url, **{**tensors(x, ids, weights), **fp8})
+    assert_bitwise(have, infer(served.url, **tensors(x, ids, weights))[0])
+
+
+def test_kernel_time_is_that_of_the_gpu(served):
+    """By events: less than the call's wall time, which holds launches and copies too."""
+    case = tensors(*call(4))
+    taken = []
+    for _ in range(20):
+        begun = time.monotonic()
+        _, told = infer(served.url, **case)
+        taken.append((told["kernel_us"], (time.monotonic() - begun) * 1e6))
+    kernel, wall = (statistics.median(column) for column in zip(*taken, strict=True))
+    assert 3 < kernel < wall / 2, (kernel, wall)
+
+
+def test_what_the_kernel_does_not_count_is_absent(served):
+    infer(served.url, **tensors(*call(5)))
+    text = httpx.get(served.url + "/metrics").text
+    assert 'megamoe_steps_total{kind="work"}' in text
+    assert "megamoe_ring_high_water_blocks{" not in text
+    assert "megamoe_ring_backpressure_events_total{" not in text
 
 
 def test_sensors_are_read(served):
@@ -94,12 +154,34 @@ def test_sensors_are_read(served):
     assert served.metric("megamoe_gpu_sm_clock_hertz") > 1e8
     assert served.metric("megamoe_gpu_temperature_celsius") > 0
     assert served.metric("megamoe_telemetry_available") >= 1
+    assert served.metric("megamoe_gpu_energy_joules_total") > 0
+    assert served.metric("megamoe_gpu_memory_used_bytes") > 1 << 20
 
 
-def test_a_killed_gpu_rank_comes_back(served):
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_gpu_rank_is_named_and_the_group_comes_back(served, rank):
     case = tensors(*call(2))
-    want = infer(served.url, **case)
+    want, _ = infer(served.url, **case)
     generation = served.metric("megamoe_group_generation")
-    served.fault(0, "kill")
+    served.fault(rank, "kill")
+    wait_until(lambda: not served.ready(), 2.0, served)
+    assert f"rank {rank}" in served.why_not_ready()
     served.wait_ready(170, generation=int(generation) + 1)
-    assert_bitwise(infer(served.url, **case), want)
+    assert_bitwise(infer(served.url, **case)[0], want)
+
+
+def test_a_stopped_gpu_rank_is_a_timeout_with_a_record(served):
+    """Rank 0's kernel waits for a rank that launches nothing; its bounded wait ends the group."""
+    case = tensors(*call(6))
+    want, _ = infer(served.url, **case)
+    generation = served.metric("megamoe_group_generation")
+    served.fault(1, "stop")
+    begun = time.monotonic()
+    wait_until(lambda: not served.ready(), 2 * TIMEOUT_S + 5, served)
+    reason = served.why_not_ready()
+    assert re.search(rf"waited more than {TIMEOUT_S:g} s for rank 1: role \w+, phase \w+", reason)
+    assert re.search(r"epoch \d+, want \d+, have \d+", reason)
+    assert time.monotonic() - begun > TIMEOUT_S - 1
+    served.wait_ready(170, generation=int(generation) + 1)
+    assert_bitwise(infer(served.url, **case)[0], want)
+    assert served.metric('megamoe_faults_total{kind="timeout",rank="1"}') == 1
