@@ -34,6 +34,8 @@ _FLAGS = (
     "--std=c++20",
     "--ptxas-options=-v",
 )
+_USES = {"cmp": ("attention_pre",)}
+"""Folders whose headers the units of another folder include."""
 _SERIALISED = re.compile(r"C75(?:08|10|12|14|18)")
 
 
@@ -161,7 +163,7 @@ def _replace(path: Path, data: bytes) -> None:
 def _key(unit: str, flags: list[str]) -> str:
     root = source_root()
     digest = hashlib.sha256()
-    folders = ("include", "device", Path(unit).parts[0])
+    folders = ("include", "device", *_USES.get(Path(unit).parts[0], ()), Path(unit).parts[0])
     for folder in folders:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".hpp", ".cuh", ".cu"):

@@ -27,6 +27,7 @@ MAY_INCLUDE = {
     "device": {"device", "include"},
     "moe": {"moe", "device", "include"},
     "attention_pre": {"attention_pre", "device", "include"},
+    "cmp": {"cmp", "attention_pre", "device", "include"},
     "cpu": {"cpu", "include"},
     "bindings": {"bindings", "cpu", "include"},
 }

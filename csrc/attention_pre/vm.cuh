@@ -22,6 +22,7 @@
 
 #include "attention_pre/params.cuh"
 #include "device/load.cuh"
+#include "device/pdl.cuh"
 
 namespace megamoe::attention {
 
@@ -36,9 +37,14 @@ inline constexpr int kMathBarrier = 1;  // named barrier; 0 is __syncthreads
 #endif
 inline constexpr uint32_t kSlots = MEGAMOE_ATTENTION_SLOTS;
 inline constexpr uint32_t kPageBytes = kTileRows * kBlockBytes;
+#ifdef MEGAMOE_ATTENTION_STANDALONE  // csrc/cmp: a stage as a kernel of its own
+inline constexpr uint32_t kInputPages = MEGAMOE_ATTENTION_INPUT_PAGES;
+inline constexpr uint32_t kWeightPages = MEGAMOE_ATTENTION_WEIGHT_PAGES;
+#else
 // Wide bands fill an input page with one block of K, so they need more of them in flight.
 inline constexpr uint32_t kInputPages = max_band() <= 32 ? 3 : 5;
 inline constexpr uint32_t kWeightPages = 13 - kInputPages;
+#endif
 inline constexpr uint32_t kMaxScales = 96;
 // Tokens whose columns are gathered at once, and the pitch of a gathered row of 128 columns.
 inline constexpr uint32_t kChunkTokens = 16, kPitch = kTileRows + 4;
@@ -88,6 +94,12 @@ template <uint32_t kPages>
 struct Page {
     uint32_t index, phase;
     MEGAMOE_DEVICE explicit Page(uint32_t use) : index(use % kPages), phase(use / kPages & 1) {}
+    MEGAMOE_DEVICE void advance() {
+        if (++index == kPages) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
 };
 using WeightPage = Page<kWeightPages>;
 using InputPage = Page<kInputPages>;
@@ -182,6 +194,15 @@ MEGAMOE_DEVICE void stamp(const AttentionParams& p, const Slot& slot, Stamp what
 #endif
 }
 
+#ifdef MEGAMOE_ATTENTION_STANDALONE
+// Until what other kernels store may be read.
+MEGAMOE_DEVICE void wait_producers() {
+#ifndef MEGAMOE_CMP_NEVER_WAIT  // planted by a test
+    ptx::grid_wait();
+#endif
+}
+#endif
+
 // One instruction, as the bodies see it.
 struct Task {
     const AttentionParams& p;
@@ -196,7 +217,11 @@ struct Task {
         return reinterpret_cast<T*>(s.operands[inst().operand_row][index]);
     }
     MEGAMOE_DEVICE bool has(InstructionFlag flag) const { return inst().flags & flag; }
+#ifdef MEGAMOE_ATTENTION_STANDALONE
+    MEGAMOE_DEVICE void wait_inputs() const { wait_producers(); }
+#else
     MEGAMOE_DEVICE void wait_inputs() const { wait_always(s.inputs_ready[slot_index], phase); }
+#endif
     MEGAMOE_DEVICE void stamp(Stamp what) const {
         if (threadIdx.x == 0) attention::stamp(p, slot, what);
     }

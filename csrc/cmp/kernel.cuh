@@ -1,0 +1,167 @@
+// One stage of the attention-pre graph, or half of one, as a kernel of its own: a CTA per task, and
+// the same task bodies as the megakernel.
+//
+//   warps   role                       waits for the producers
+//   0-7     math                       before what it loads itself
+//   8       weights, scales, old keys  no
+//   9       inputs and their scales    at once
+//
+// Kernels whose bodies load nothing through pages have the math warps alone.
+//
+// With programmatic edges this kernel may begin while its producers run. `launch_dependents` lets
+// consumers in and says nothing about data; `wait_producers` returns when all direct producers have
+// ended and their stores are visible. Each kernel waits before it ends, so that whoever waits for
+// it has waited for its producers, too. What producers store is read past L1 by loads that the
+// compiler cannot move (device/load.cuh) or by the copy engine, never through const __restrict__.
+#pragma once
+
+#include "attention_pre/ops/index_score.cuh"
+#include "attention_pre/ops/norm_quant.cuh"
+#include "attention_pre/ops/projections.cuh"
+#include "cmp/loaders.cuh"
+
+namespace megamoe::attention {
+
+using Body = Spec<0>;
+inline constexpr bool kFinal = MEGAMOE_CMP_PART == MEGAMOE_CMP_FINAL;
+inline constexpr bool kHasLoaders = Body::kLoads != Loads::kNone && !kFinal;
+inline constexpr uint32_t kCmpThreads = kMathThreads + (kHasLoaders ? 64 : 0);
+inline constexpr uint32_t kWeights = kMathWarps, kInputs = kMathWarps + 1;
+
+// Split-K sums lie in the same slot of every FP8 opcode that has them.
+inline constexpr uint32_t kPartials = operand::qkv_a::partials;
+static_assert(kPartials == operand::index_key::partials &&
+              kPartials == operand::index_query::partials &&
+              kPartials == operand::gemm_store::partials);
+
+template <class S>
+MEGAMOE_DEVICE void partial(const Task& t) {
+    Tiles<S> acc;
+    gemm_fp8<S>(t, acc);
+    StorePartial store(t, t.operand<float>(kPartials), S::kN);
+    emit_rows<S::kBand>(t, acc[0], store);
+}
+
+template <class S, class Finisher>
+MEGAMOE_DEVICE void finish(const Task& t) {
+    Finisher finisher(t);
+    finisher.early(0);
+    t.wait_inputs();
+    emit_sums<S::kBand>(t, t.operand<float>(kPartials), S::kN, finisher);
+}
+
+template <class S>
+MEGAMOE_DEVICE void run_part(const Task& t) {
+    if constexpr (MEGAMOE_CMP_PART == MEGAMOE_CMP_PARTIAL) {
+        partial<S>(t);
+    } else if constexpr (kFinal) {
+        if constexpr (S::kOpcode == Opcode::kIndexKey) finish<S, IndexKeyRow<S>>(t);
+        if constexpr (S::kOpcode == Opcode::kIndexQuery) finish<S, IndexQueryRow<S>>(t);
+        if constexpr (S::kOpcode == Opcode::kGemmStore) finish<S, SumRow<S>>(t);
+    } else {
+        if constexpr (S::kOpcode == Opcode::kNormQuant) norm_quant<S>(t);
+        if constexpr (S::kOpcode == Opcode::kQkvAFinal) qkv_a_final<S>(t);
+        if constexpr (S::kOpcode == Opcode::kHeadGate) head_gate<S>(t);
+        if constexpr (S::kOpcode == Opcode::kIndexKey) index_key<S>(t);
+        if constexpr (S::kOpcode == Opcode::kIndexQuery) index_query<S>(t);
+        if constexpr (S::kOpcode == Opcode::kMainQuery) main_query<S>(t);
+        if constexpr (S::kOpcode == Opcode::kAbsorbQuery) absorb_query<S>(t);
+        if constexpr (S::kOpcode == Opcode::kIndexScore) index_score<S>(t);
+        if constexpr (S::kOpcode == Opcode::kGemmSwiglu) gemm_swiglu<S>(t);
+        if constexpr (S::kOpcode == Opcode::kGemmStore) gemm_store<S>(t);
+    }
+}
+
+MEGAMOE_DEVICE void init(SharedStorage& s) {
+    ptx::barrier_init(s.scales_ready[0], 1);
+    for (uint32_t i = 0; i < kWeightPages; ++i) {
+        ptx::barrier_init(s.weight_full[i], 1);
+        ptx::barrier_init(s.weight_free[i], kMathWarps);
+    }
+    for (uint32_t i = 0; i < kInputPages; ++i) {
+        ptx::barrier_init(s.input_full[i], 2);  // bytes, and the scales' ordinary stores
+        ptx::barrier_init(s.input_free[i], kMathWarps);
+    }
+    ptx::barrier_init_fence();
+    s.stop = 0;
+}
+
+enum class CmpStamp : uint32_t { kEntered, kReady, kStored, kCount };
+MEGAMOE_DEVICE void stamp(const CmpParams& p, CmpStamp what) {
+    if (p.stamps)
+        p.stamps[blockIdx.x * uint32_t(CmpStamp::kCount) + uint32_t(what)] = ptx::now_ns();
+}
+
+MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t warp) {
+    if constexpr (kHasLoaders) {
+        constexpr bool kKeys = Body::kLoads == Loads::kKeys;
+        if (warp == kWeights) {
+            if constexpr (kKeys)
+                load_keys(p, s);
+            else
+                load_weights<Body>(p, s);
+        } else {
+            wait_producers();
+            if (ptx::lane() == 0) {
+                if (p.trigger == Trigger::kInputs) ptx::launch_dependents();
+                stamp(p, CmpStamp::kReady);
+            }
+            if constexpr (kKeys)
+                load_queries<Body>(p, s);
+            else
+                load_inputs<Body>(p, s);
+        }
+    }
+}
+
+MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
+    const AttentionParams none{};
+    const Task t{none, s, s.slot[0], 0, 0};
+    if (p.delay_ns) {
+        t.wait_inputs();
+        const uint64_t start = ptx::now_ns();
+        while (ptx::now_ns() - start < p.delay_ns) {
+        }
+    }
+    run_part<Body>(t);
+}
+
+}  // namespace megamoe::attention
+
+extern "C" __global__ void __launch_bounds__(megamoe::attention::kCmpThreads, MEGAMOE_CMP_CTAS)
+    megamoe_cmp(const __grid_constant__ megamoe::attention::CmpParams p) {
+    using namespace megamoe;
+    using namespace megamoe::attention;
+    extern __shared__ __align__(1024) uint8_t raw[];
+    auto& s = *reinterpret_cast<SharedStorage*>(raw);
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_ENTRY) ptx::grid_wait();
+    if (threadIdx.x == 0) {
+        if (p.trigger == Trigger::kEntry) ptx::launch_dependents();
+        stamp(p, CmpStamp::kEntered);
+        init(s);
+    }
+    if (warp == 1) {
+        write_task(p, s.slot[0].inst);
+        if (ptx::lane() == 0) s.slot[0].weight_page = s.slot[0].input_page = 0;
+    }
+    if (warp == 2 && ptx::lane() < kOperandSlots)
+        s.operands[0][ptx::lane()] = p.operands[ptx::lane()];
+    if (kHasLoaders && threadIdx.x == kWeights * 32) {
+        ptx::prefetch_map(p.maps.weights);
+        ptx::prefetch_map(p.maps.inputs);
+    }
+    __syncthreads();
+    if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_PROLOGUE) ptx::grid_wait();
+    if (warp >= kMathWarps)
+        run_loader(p, s, warp);
+    else
+        run_math(p, s);
+    if (p.trigger == Trigger::kStored || p.stamps) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (p.trigger == Trigger::kStored) ptx::launch_dependents();
+            stamp(p, CmpStamp::kStored);
+        }
+    }
+}

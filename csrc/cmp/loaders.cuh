@@ -1,0 +1,164 @@
+// The two loader warps of a standalone kernel. Weights, their scales and old keys never wait for
+// the producers; inputs do. Both fill the pages that the task bodies of csrc/attention_pre read.
+#pragma once
+
+#include "cmp/params.cuh"
+
+namespace megamoe::attention {
+
+// Weight page `use`, of a task that counts them from 0: waits until math has released it.
+MEGAMOE_DEVICE void wait_free(SharedStorage& s, uint32_t use) {
+    const WeightPage page(use);
+    if (use >= kWeightPages) wait_always(s.weight_free[page.index], page.phase ^ 1);
+}
+
+// One lane: pages first … last - 1, [block][tile].
+template <class S>
+MEGAMOE_DEVICE void load_weight_pages(const CmpParams& p, SharedStorage& s, uint32_t first,
+                                      uint32_t last) {
+    const Instruction& inst = s.slot[0].inst;
+    constexpr uint32_t kElements = S::kLoads == Loads::kFp8 ? kBlockBytes : kBlockBytes / 2;
+    constexpr uint32_t kTileStep = S::kOpcode == Opcode::kGemmSwiglu ? S::kN : kTileRows;
+#pragma unroll 1
+    for (uint32_t use = first; use < last; ++use) {
+        const uint32_t block = use / S::kTiles, tile = use % S::kTiles;
+        const WeightPage page(use);
+        uint64_t& full = s.weight_full[page.index];
+        uint8_t* to = s.weights[page.index];
+        wait_free(s, use);
+        ptx::arrive_expect(full, kPageBytes);
+        const int32_t k = inst.k + block * kElements;
+        if constexpr (S::kLoads == Loads::kBf16ByHead) {  // two boxes of 64 columns x 64 of K
+            const int32_t row = inst.item * S::kK + k, col = inst.col + tile * kTileRows;
+            ptx::load_box(to, p.maps.weights, col, row, full);
+            ptx::load_box(to + kPageBytes / 2, p.maps.weights, col + 64, row, full);
+        } else {
+            ptx::load_box(to, p.maps.weights, k, int32_t(inst.col + tile * kTileStep), full);
+        }
+    }
+}
+
+template <class S>
+MEGAMOE_DEVICE void load_weights(const CmpParams& p, SharedStorage& s) {
+    constexpr uint32_t kUses = S::kBlocks * S::kTiles;
+    constexpr uint32_t kFirst = kUses < kWeightPages ? kUses : kWeightPages;
+    const uint32_t lane = ptx::lane();
+    if (lane == 0) load_weight_pages<S>(p, s, 0, kFirst);
+    if (p.trigger == Trigger::kWeights && lane == 0) ptx::launch_dependents();
+    if constexpr (S::kLoads == Loads::kFp8) {
+        const Instruction& inst = s.slot[0].inst;
+        const auto* scales = reinterpret_cast<const float*>(p.operands[operand::qkv_a::w_scales]);
+        constexpr uint32_t kTileStep = S::kOpcode == Opcode::kGemmSwiglu ? S::kN : kTileRows;
+        for (uint32_t i = lane; i < kUses; i += 32) {
+            const uint32_t tile = i / S::kBlocks, block = i % S::kBlocks;
+            const uint32_t row = (inst.col + tile * kTileStep) / kGroup;
+            s.slot[0].w_scale[i] = __ldg(scales + row * (S::kK / kGroup) + inst.k / kGroup + block);
+        }
+        arrive_warp(s.scales_ready[0]);
+    }
+    if (lane == 0) load_weight_pages<S>(p, s, kFirst, kUses);
+}
+
+// Pages of 128 keys, two of the cache. Keys that a producer may write wait for it; pages past the
+// request's length are not read, since the block table may not name them.
+MEGAMOE_DEVICE void load_keys(const CmpParams& p, SharedStorage& s) {
+    namespace slots = operand::index_score;
+    const Instruction& inst = s.slot[0].inst;
+    const uint32_t lane = ptx::lane();
+    const auto* cache = reinterpret_cast<const uint8_t*>(p.operands[slots::cache]);
+    const auto* table = reinterpret_cast<const int32_t*>(p.operands[slots::block_table]);
+    const uint32_t length =
+        __ldg(reinterpret_cast<const uint32_t*>(p.operands[slots::context_lens]) + inst.item);
+    const uint32_t num_pages = inst.kv_len / kCacheKeys;
+    bool waited = false;
+    uint32_t entry = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < num_pages; i += 2) {
+        if (i % 32 == 0)
+            entry = inst.kv + (i + lane) * kCacheKeys < length && i + lane < num_pages
+                        ? uint32_t(__ldg(table + inst.page + i + lane))
+                        : 0;
+        const uint32_t first = inst.kv + i * kCacheKeys;
+        const uint32_t count = first >= length ? 0 : first + kCacheKeys >= length ? 1 : 2;
+        const bool maybe_new = first + count * kCacheKeys + p.num_tokens > length;
+        if ((inst.flags & kHasNewKeys) && count > 0 && maybe_new && !waited) {
+            wait_producers();
+            waited = true;
+        }
+        const WeightPage page(i / 2);
+        uint64_t& full = s.weight_full[page.index];
+        wait_free(s, i / 2);
+        if (lane == 0) {
+            if (count > 0)
+                ptx::arrive_expect(full, count * kCachePageBytes);
+            else
+                ptx::arrive(full);
+        }
+        __syncwarp();
+        const uint32_t number = __shfl_sync(~0u, entry, (i + (lane & 1)) % 32);
+        if (lane < count) {
+            ptx::load_box(s.weights[page.index] + lane * kCacheCodeBytes, p.maps.weights, 0,
+                          int32_t(number * (kCachePageBytes / kBlockBytes)), full);
+            ptx::bulk_load(s.key_scale[page.index] + lane * kCacheKeys,
+                           cache + uint64_t(number) * kCachePageBytes + kCacheCodeBytes,
+                           kCacheKeys * 4, full);
+        }
+    }
+    if (p.trigger == Trigger::kWeights && lane == 0) ptx::launch_dependents();
+}
+
+// Blocks of K of the task's tokens, `kPerPage` to a page, each [tokens][128 bytes]; FP8 scales
+// beside them. The producers are done.
+template <class S>
+MEGAMOE_DEVICE void load_inputs(const CmpParams& p, SharedStorage& s) {
+    constexpr uint32_t kPerPage = kTileRows / S::kRows, kLoads = kTileRows / 32;
+    constexpr uint32_t kElements = S::kLoads == Loads::kFp8 ? kBlockBytes : kBlockBytes / 2;
+    const Instruction& inst = s.slot[0].inst;
+    const uint32_t lane = ptx::lane();
+    const auto* scales = reinterpret_cast<const float*>(p.operands[operand::qkv_a::a_scales]);
+    const uint32_t column = inst.k + (S::kLoads == Loads::kBf16ByHead ? inst.item * S::kPitch : 0);
+#pragma unroll 1
+    for (uint32_t first = 0, use = 0; first < S::kBlocks; first += kPerPage, ++use) {
+        const InputPage page(use);
+        uint64_t& full = s.input_full[page.index];
+        const uint32_t count = min(kPerPage, S::kBlocks - first);
+        if (use >= kInputPages) wait_always(s.input_free[page.index], page.phase ^ 1);
+        float scale[kLoads] = {};
+        if constexpr (S::kLoads == Loads::kFp8) {
+#pragma unroll
+            for (uint32_t i = 0; i < kLoads; ++i) {  // neighbours share a line
+                const uint32_t token = (i * 32 + lane) / kPerPage,
+                               block = (i * 32 + lane) % kPerPage;
+                if (token < inst.rows && block < count)
+                    scale[i] = ptx::load_l2(scales + uint64_t(inst.row + token) * (S::kK / kGroup) +
+                                            inst.k / kGroup + first + block);
+            }
+        }
+        if (lane == 0) {
+            ptx::arrive_expect(full, count * S::kRows * kBlockBytes);
+            for (uint32_t j = 0; j < count; ++j)
+                ptx::load_box(s.inputs[page.index] + j * S::kRows * kBlockBytes, p.maps.inputs,
+                              int32_t(column + (first + j) * kElements), int32_t(inst.row), full);
+        }
+        if constexpr (S::kLoads == Loads::kFp8) {
+#pragma unroll
+            for (uint32_t i = 0; i < kLoads; ++i) {
+                const uint32_t token = (i * 32 + lane) / kPerPage,
+                               block = (i * 32 + lane) % kPerPage;
+                s.input_scale[page.index][block * S::kRows + token] = scale[i];
+            }
+        }
+        arrive_warp(full);
+    }
+}
+
+template <class S>
+MEGAMOE_DEVICE void load_queries(const CmpParams& p, SharedStorage& s) {
+    if (ptx::lane() != 0) return;
+    ptx::arrive_expect(s.input_full[0], S::kRows * kBlockBytes);
+    ptx::load_box(s.inputs[0], p.maps.inputs, 0, int32_t(s.slot[0].inst.row * S::kPitch),
+                  s.input_full[0]);
+    ptx::arrive(s.input_full[0]);
+}
+
+}  // namespace megamoe::attention

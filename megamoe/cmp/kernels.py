@@ -1,0 +1,359 @@
+"""The kernels of a planned graph: a stage each, or the two halves of a split-K sum.
+
+    standalone_kernels   plan -> eleven kernels, with what each reads and stores
+    compile_kernel       one of them -> cubin (no GPU needed)
+
+Names are the stages', with ``p`` (partial) and ``f`` (final) behind where a stage became two:
+A0, B0p, B0f, C0, B1p, B1f, D1p, D1f, D0, D2, E1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megamoe import jit
+from megamoe.attention_pre.encode import InstructionFormat, instruction_format
+from megamoe.attention_pre.grid import partials_name
+from megamoe.attention_pre.passes import RELAY
+from megamoe.attention_pre.plan import KernelPlan
+from megamoe.attention_pre.stages import Stage
+from megamoe.attention_pre.tiling import Specialization, StageTiles, Tile
+from megamoe.backends.attention import spec_macro
+from megamoe.errors import SpecError
+from megamoe.spec import GROUP
+
+__all__ = [
+    "PARTS",
+    "WAITS",
+    "Part",
+    "Shape",
+    "StandaloneKernel",
+    "TaskGrid",
+    "Wait",
+    "compile_kernel",
+    "kernel_shape",
+    "standalone_kernels",
+]
+
+Part = Literal["whole", "partial", "final"]
+Wait = Literal["entry", "prologue", "late", "never"]
+PARTS: Final[tuple[Part, ...]] = ("whole", "partial", "final")
+WAITS: Final[tuple[Wait, ...]] = ("entry", "prologue", "late", "never")
+
+_FINAL_ROWS: Final = 16
+"""Token rows of a CTA that sums parts: its eight warps take two each."""
+_FINISHER_READS: Final = {"index_query": ("gate",), "gemm_store": ("residual",)}
+"""Operands that the second half reads besides the parts; all others belong to the first."""
+_NO_PAGES: Final = ("norm_quant", "qkv_a_final")
+_BY_BLOCKS: Final = ("row", "rows", "col", "cols", "k", "part", "item", "flags")
+"""Fields of a task that ``TaskGrid`` gives."""
+
+
+@dataclass(frozen=True)
+class TaskGrid:
+    """``TaskGrid`` of csrc/cmp/params.cuh: a CTA's task from its number."""
+
+    parts: int
+    tiles: int
+    band: int
+    rows: int
+    block_n: int
+    columns: int
+    k_tile: int
+    item_columns: int = 0
+    wrap: int = 0
+    rope_columns: int = 0
+
+    def fields(self, cta: int, flags: int, rope_flag: int) -> dict[str, int]:
+        """What the kernel makes of ``cta``: the twin of ``write_task``."""
+        part, rest = cta % self.parts, cta // self.parts
+        tile, row = rest % self.tiles, rest // self.tiles * self.band
+        column = tile * self.block_n
+        cols = min(self.block_n, self.columns - column)
+        rotated = self.rope_columns and (column + cols) % self.rope_columns == 0
+        return {
+            "row": row,
+            "rows": min(self.band, self.rows - row),
+            "col": column % self.item_columns if self.wrap else column,
+            "cols": cols,
+            "k": part * self.k_tile,
+            "part": part,
+            "item": column // self.item_columns if self.item_columns else 0,
+            "flags": flags | (rope_flag if rotated else 0),
+        }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel is compiled, besides its specialisation.
+
+    Attributes:
+        weight_pages: of 16 KiB, for weights or keys.
+        input_pages: of 16 KiB.
+        ctas: that an SM must be able to hold at once: bounds the registers.
+    """
+
+    weight_pages: int
+    input_pages: int
+    ctas: int
+
+
+@dataclass(frozen=True)
+class StandaloneKernel:
+    """One kernel of the graph.
+
+    Attributes:
+        name: of the stage, and of the half.
+        row: the stage, whose operand row the kernel uses.
+        part: which half.
+        specialization: of its body.
+        reads: tensors that other kernels may store.
+        writes: tensors it stores.
+        task: the record that its tasks have in common: uint32 [words].
+        grid: each CTA's task; None where ``table`` says it.
+        table: uint32 [CTAs, words], for tasks that follow no grid.
+        ctas: thread blocks.
+    """
+
+    name: str
+    row: str
+    part: Part
+    specialization: Specialization
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    task: NDArray[np.uint32]
+    grid: TaskGrid | None
+    table: NDArray[np.uint32] | None
+    ctas: int
+
+
+def standalone_kernels(plan: KernelPlan) -> tuple[StandaloneKernel, ...]:
+    """The plan's stages as kernels, in an order in which each follows its producers.
+
+    Raises:
+        SpecError: the plan finishes rows in the last part to arrive (``final="last"``), which a
+            kernel of its own cannot.
+    """
+    fmt = instruction_format()
+    kernels: list[StandaloneKernel] = []
+    several = {stage.row for stage in plan.graph.stages if stage.name != stage.row}
+    for tiled in plan.graph.stages:
+        if tiled.opcode == RELAY:
+            continue
+        stage = plan.stage_graph.stage(tiled.row)
+        if tiled.opcode == "qkv_a" and stage.name not in several:
+            raise SpecError(
+                f"stage {stage.name}: rows are finished by the last part to arrive; plan with "
+                'final="rows" to run it as kernels of their own'
+            )
+        kernels += _kernels_of(fmt, plan, stage, tiled)
+    return tuple(kernels)
+
+
+def _kernels_of(
+    fmt: InstructionFormat, plan: KernelPlan, stage: Stage, tiled: StageTiles
+) -> list[StandaloneKernel]:
+    made = {t for s in plan.stage_graph.stages for t in s.writes}
+    reads = [t for t in stage.reads if t in made]
+    late = {stage.operands[role] for role in _FINISHER_READS.get(tiled.opcode, ())}
+    parts = partials_name(stage)
+    rows = plan.batch.rows
+    if tiled.name != stage.name:  # rows finished by tasks of their own
+        kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
+        return [replace(kernel, name=f"{stage.name}f", reads=(parts,), writes=stage.writes)]
+    if len(tiled.units) == len(tiled.tiles) and tiled.opcode != "qkv_a":
+        kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
+        return [replace(kernel, reads=tuple(reads), writes=stage.writes)]
+    first = _kernel(fmt, tiled, stage, tiled.tiles, "partial", rows)
+    first = replace(
+        first,
+        name=f"{stage.name}p",
+        reads=tuple(t for t in reads if t not in late),
+        writes=(parts,),
+    )
+    if tiled.opcode == "qkv_a":
+        return [first]
+    # A task per output tile and 16 rows, from the last part's record.
+    spec = replace(tiled.specialization, band=min(_FINAL_ROWS, tiled.specialization.band))
+    tiles = [tiled.tiles[unit.tiles[-1]] for unit in tiled.units]
+    second = _kernel(
+        fmt, replace(tiled, specialization=spec), stage, _by_rows(tiles, spec.band), "final", rows
+    )
+    finals = (parts, *(t for t in reads if t in late))
+    return [first, replace(second, name=f"{stage.name}f", reads=finals, writes=stage.writes)]
+
+
+def _by_rows(tiles: Sequence[Tile], band: int) -> tuple[Tile, ...]:
+    """Tasks of at most ``band`` rows, row block by row block."""
+    cut: list[tuple[int, int, Tile]] = []
+    for i, tile in enumerate(tiles):
+        fields = dict(tile.fields)
+        end = fields["row"] + fields["rows"]
+        for row in range(fields["row"], end, band):
+            some = fields | {"row": row, "rows": min(band, end - row)}
+            cut.append((row, i, replace(tile, fields=tuple(some.items()))))
+    return tuple(tile for _, _, tile in sorted(cut, key=lambda c: c[:2]))
+
+
+def _kernel(
+    fmt: InstructionFormat,
+    tiled: StageTiles,
+    stage: Stage,
+    tiles: Sequence[Tile],
+    part: Part,
+    rows: int,
+) -> StandaloneKernel:
+    records = np.zeros((len(tiles), fmt.words), np.uint32)
+    for record, tile in zip(records, tiles, strict=True):
+        fmt.set(record, "opcode", fmt.opcodes[tiled.opcode])
+        fmt.set(record, "reduce_counter", fmt.no_counter)
+        # A first stage waits for nothing; what the events are doesn't matter to a kernel.
+        waits = [fmt.no_counter] * fmt.max_waits
+        fmt.set(record, "wait_event", *([0, *waits[1:]] if tile.reads else waits))
+        fmt.set(record, "signal_event", *[fmt.no_counter] * fmt.max_signals)
+        for name, value in tile.fields:
+            fmt.set(record, name, value)
+        fmt.set(record, "flags", sum(fmt.flags[name] for name in tile.flags))
+    task = records[0].copy()
+    grid = _grid(fmt, tiled, dict(tiles[0].fields), part, len(tiles), rows)
+    if grid is not None:
+        rope = fmt.flags["has_rope"]
+        fmt.set(task, "flags", fmt.get(task, "flags") & ~rope)
+        if not _agrees(fmt, records, task, grid, part):
+            grid = None
+    return StandaloneKernel(
+        name=tiled.name,
+        row=stage.name,
+        part=part,
+        specialization=tiled.specialization,
+        reads=(),
+        writes=(),
+        task=task,
+        grid=grid,
+        table=None if grid else records,
+        ctas=len(tiles),
+    )
+
+
+def _grid(
+    fmt: InstructionFormat,
+    tiled: StageTiles,
+    first: dict[str, int],
+    part: Part,
+    ctas: int,
+    rows: int,
+) -> TaskGrid | None:
+    """The grid that the tasks of an opcode lie on; whether they do is compared afterwards."""
+    spec, opcode = tiled.specialization, tiled.opcode
+    if opcode == "index_score":
+        return None
+    shape = dict(spec.shape)
+    by_head = opcode == "absorb_query"
+    columns = spec.n * int(shape["heads"]) if by_head else spec.n
+    blocks = -(-rows // spec.band)
+    tiles = -(-columns // spec.block_n)
+    parts = 1 if part == "final" else ctas // (blocks * tiles)
+    block_n = spec.block_n
+    if opcode in _NO_PAGES:  # whole rows
+        blocks, tiles, parts, block_n = rows, 1, 1, spec.n
+    if parts * tiles * blocks != ctas:
+        return None
+    items = {
+        "absorb_query": spec.n,
+        "index_query": GROUP,
+        "main_query": spec.n // int(shape.get("heads", 1)),
+    }
+    return TaskGrid(
+        parts=parts,
+        tiles=tiles,
+        band=spec.band,
+        rows=rows,
+        block_n=block_n,
+        columns=columns,
+        k_tile=spec.k_tile,
+        item_columns=items.get(opcode, 0),
+        wrap=int(by_head),
+        rope_columns=items["main_query"] if opcode == "main_query" else 0,
+    )
+
+
+def _agrees(
+    fmt: InstructionFormat,
+    records: NDArray[np.uint32],
+    task: NDArray[np.uint32],
+    grid: TaskGrid,
+    part: Part,
+) -> bool:
+    """Whether the grid gives every record; a final's tasks do not look at ``k`` and ``part``."""
+    skip = ("k", "part") if part == "final" else ()
+    flags, rope = fmt.get(task, "flags"), fmt.flags["has_rope"]
+    for cta, record in enumerate(records):
+        made = task.copy()
+        for name, value in grid.fields(cta, flags, rope).items():
+            fmt.set(made, name, value)
+        for name in skip:
+            fmt.set(made, name, fmt.get(record, name))
+        if not np.array_equal(made, record):
+            return False
+    return True
+
+
+def kernel_shape(kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0) -> Shape:
+    """Pages and resident CTAs that suit a kernel; 0 chooses.
+
+    Small bands leave room for two CTAs, so that a consumer can begin beside its producer.
+    """
+    spec = kernel.specialization
+    if kernel.part == "final" or spec.opcode in _NO_PAGES:
+        # A row of the first projection keeps its parts in registers: 168 of them.
+        return Shape(1, 1, ctas or (1 if spec.opcode == "qkv_a_final" else 2))
+    if spec.opcode == "index_score":
+        rows = spec.band * int(dict(spec.shape)["heads"])
+        return Shape(weight_pages or 2, 1, ctas or (1 if rows > 64 else 2))
+    tiles = 2 if spec.opcode == "gemm_swiglu" else -(-spec.block_n // GROUP)
+    bf16 = spec.opcode in ("head_gate", "absorb_query")
+    blocks = spec.k_tile * (2 if bf16 else 1) // GROUP
+    per_page = GROUP // spec.band
+    inputs = min(-(-blocks // per_page), 3 if spec.band <= 32 else 5)
+    if bf16:  # its main loop holds up to four blocks at once
+        inputs = -(-min(4, blocks) // per_page) + 1
+    most = 12 - inputs
+    return Shape(
+        weight_pages or min(blocks * tiles, 8, most),
+        inputs,
+        ctas or (2 if spec.band <= 32 else 1),
+    )
+
+
+def compile_kernel(
+    specialization: Specialization, part: Part, shape: Shape, *, wait: Wait = "late"
+) -> jit.Cubin:
+    """One kernel. Needs no GPU.
+
+    Args:
+        specialization: of its body.
+        part: which half of the stage.
+        shape: pages and resident CTAs.
+        wait: where it waits for its producers. ``"late"``: before the first read of what they
+            store, weights before; ``"prologue"``: after barriers and descriptors; ``"entry"``:
+            first of all; ``"never"``: wrong, planted by tests.
+    """
+    defines: dict[str, int | str] = {
+        "MEGAMOE_ATTENTION_SPECS": spec_macro([specialization]),
+        "MEGAMOE_ATTENTION_STANDALONE": 1,
+        "MEGAMOE_ATTENTION_SLOTS": 1,
+        "MEGAMOE_ATTENTION_WEIGHT_PAGES": shape.weight_pages,
+        "MEGAMOE_ATTENTION_INPUT_PAGES": shape.input_pages,
+        "MEGAMOE_CMP_CTAS": shape.ctas,
+        "MEGAMOE_CMP_PART": PARTS.index(part),
+    }
+    if wait == "never":
+        defines["MEGAMOE_CMP_NEVER_WAIT"] = 1
+    else:
+        defines["MEGAMOE_CMP_WAIT"] = WAITS.index(wait)
+    return jit.compile_cubin("cmp/cmp.cu", defines)
