@@ -1,0 +1,268 @@
+"""A plan's kernels on one set of tensors, ready to be launched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamoe.attention_pre.encode import encode, operand_table
+from megamoe.attention_pre.plan import Buffer, KernelPlan
+from megamoe.attention_pre.tiling import Specialization
+from megamoe.backends.attention import _DTYPES, _rows, _stage_maps
+from megamoe.backends.cuda_driver import Module
+from megamoe.cmp.dag import Edge, data_edges
+from megamoe.cmp.kernels import (
+    Part,
+    Shape,
+    StandaloneKernel,
+    Wait,
+    compile_kernel,
+    kernel_shape,
+    standalone_kernels,
+)
+from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
+
+__all__ = ["TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
+
+Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
+_TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
+STAMPS: Final = 3
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How one kernel runs.
+
+    Attributes:
+        trigger: when a CTA lets dependent kernels in: never (when it ends), first of all, when its
+            weights are asked for, when its producers are done, or when its results are stored.
+        priority: of its blocks among those that could start; 0 is the lowest, -5 the highest.
+        weight_pages: of shared memory; 0 chooses.
+        ctas: see ``Shape``; 0 chooses.
+        wait: see ``compile_kernel``.
+    """
+
+    trigger: Trigger = "entry"
+    priority: int = 0
+    weight_pages: int = 0
+    ctas: int = 0
+    wait: Wait = "late"
+
+
+TUNING: Final[Mapping[str, Tuning]] = {}
+"""By kernel name, what was measured to be best; others take ``Tuning()``."""
+
+
+class _CmpParams(ctypes.Structure):
+    """``CmpParams`` of csrc/cmp/params.cuh; sizes are compared on loading."""
+
+    _fields_ = (
+        ("maps", ctypes.c_uint8 * 256),
+        ("operands", ctypes.c_uint64 * 16),
+        ("task", ctypes.c_uint32 * 32),
+        ("grid", ctypes.c_uint32 * 10),
+        ("num_tokens", ctypes.c_uint32),
+        ("trigger", ctypes.c_uint32),
+        ("table", ctypes.c_uint64),
+        ("stamps", ctypes.c_uint64),
+        ("delay_ns", ctypes.c_uint64),
+        ("padding", ctypes.c_uint8 * 56),
+    )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    module: Module
+    function: Any
+    threads: int
+    shared_bytes: int
+
+
+_LOADED: dict[tuple[int, Specialization, Part, Shape, Wait], _Loaded] = {}
+
+
+def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait) -> _Loaded:
+    """A compiled kernel on the current device; loaded once."""
+    key = torch.cuda.current_device(), kernel.specialization, kernel.part, shape, wait
+    if key not in _LOADED:
+        from cuda.bindings import driver
+
+        cubin = compile_kernel(kernel.specialization, kernel.part, shape, wait=wait)
+        if cubin.constant("megamoe_cmp_param_bytes") != ctypes.sizeof(_CmpParams):
+            raise MegaMoeError("the kernel's parameters are not those of megamoe/cmp/bound.py")
+        module = Module(cubin.image)
+        function = module.function("megamoe_cmp")
+        shared = cubin.constant("megamoe_cmp_shared_bytes")
+        names = driver.CUfunction_attribute
+        for attribute, value in (
+            (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
+            # All of it, so that kernels side by side do not ask for other splits of L1.
+            (names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ):
+            (error,) = driver.cuFuncSetAttribute(function, attribute, value)
+            if int(error) != 0:
+                raise MegaMoeError(f"{kernel.name}: {shared} bytes of shared memory: {error}")
+        _LOADED[key] = _Loaded(module, function, cubin.constant("megamoe_cmp_threads"), shared)
+    return _LOADED[key]
+
+
+def _check(buffer: Buffer, t: Tensor, device: torch.device) -> None:
+    fits = len(t.shape) == len(buffer.shape) and all(
+        isinstance(want, str) or want == have
+        for want, have in zip(buffer.shape, t.shape, strict=True)
+    )
+    good = t.device == device and t.is_contiguous() and t.data_ptr() % 16 == 0
+    if not (fits and good and t.dtype == _DTYPES[buffer.dtype]):
+        raise SpecError(
+            f"{buffer.name} is {tuple(t.shape)} {t.dtype} on {t.device}: must be {buffer.shape} "
+            f"{buffer.dtype} on {device}, contiguous, at a multiple of 16 bytes"
+        )
+
+
+@dataclass
+class BoundKernel:
+    """A kernel with its launch shape and parameters.
+
+    Attributes:
+        kernel: what it is.
+        function: the driver's handle.
+        threads: of a CTA.
+        shared_bytes: of a CTA.
+        priority: see ``Tuning``.
+        params: copied by every launch.
+    """
+
+    kernel: StandaloneKernel
+    function: Any
+    threads: int
+    shared_bytes: int
+    priority: int
+    params: _CmpParams
+
+    @property
+    def pointers(self) -> int:
+        """Address of the array of parameter addresses."""
+        self._array = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
+        return ctypes.addressof(self._array)
+
+
+class BoundCmp:
+    """A plan as standalone kernels on one set of tensors.
+
+    Args:
+        plan: made with ``final="rows"``.
+        tensors: every buffer that the plan names, on the current device.
+        tuning: by kernel name; the others take ``TUNING``'s.
+        only: names of the kernels to run, where not all.
+        trace: whether kernels note when their CTAs entered, had their inputs, and ended.
+
+    Attributes:
+        kernels: in an order in which each follows its producers.
+        edges: (producer, consumer), by data.
+
+    Raises:
+        BackendUnavailable: no Hopper GPU.
+        SpecError: a tensor does not fit, or the plan has no standalone form.
+    """
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        tensors: Mapping[str, Tensor],
+        *,
+        tuning: Mapping[str, Tuning] | None = None,
+        only: Collection[str] = (),
+        trace: bool = False,
+    ) -> None:
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            raise BackendUnavailable("these kernels need a Hopper GPU (compute capability 9.0)")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.plan = plan
+        parts = [k for k in standalone_kernels(plan) if not only or k.name in only]
+        self.edges: tuple[Edge, ...] = data_edges(parts)
+        encoded = encode(plan)
+        for name, buffer in encoded.buffers.items():
+            if name not in tensors:
+                raise SpecError(f"no tensor {name!r}: the plan needs {', '.join(encoded.buffers)}")
+            _check(buffer, tensors[name], self.device)
+        table = operand_table(encoded, {n: tensors[n].data_ptr() for n in encoded.buffers})
+        rows = _rows(encoded)
+        wanted = {**TUNING, **(tuning or {})}
+        self._tensors = dict(tensors)  # kept alive
+        self._tables: list[Tensor] = []
+        self.kernels: list[BoundKernel] = []
+        self._stamps: dict[str, Tensor] = {}
+        for part in parts:
+            row = plan.rows.index(part.row)
+            maps = bytes(256)
+            if row in rows and part.specialization.opcode == rows[row].opcode:
+                stage = plan.operands[row]
+                maps = _stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
+            tuned = wanted.get(part.name, Tuning())
+            self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
+
+    def _bind(
+        self,
+        part: StandaloneKernel,
+        tuned: Tuning,
+        operands: NDArray[np.uint64],
+        maps: bytes,
+        trace: bool,
+    ) -> BoundKernel:
+        loaded = _load(part, kernel_shape(part, tuned.weight_pages, tuned.ctas), tuned.wait)
+        params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=_TRIGGERS.index(tuned.trigger))
+        params.maps[:] = maps
+        params.operands[:] = operands.tolist()
+        params.task[:] = part.task.tolist()
+        if part.grid is not None:
+            params.grid[:] = list(vars(part.grid).values())
+        if part.table is not None:
+            table = torch.from_numpy(part.table.view(np.int32)).to(self.device)
+            self._tables.append(table)
+            params.table = table.data_ptr()
+        if trace:
+            self._stamps[part.name] = torch.zeros(
+                part.ctas, STAMPS, dtype=torch.int64, device=self.device
+            )
+            params.stamps = self._stamps[part.name].data_ptr()
+        return BoundKernel(
+            part, loaded.function, loaded.threads, loaded.shared_bytes, tuned.priority, params
+        )
+
+    def delay(self, name: str, microseconds: float) -> None:
+        """Makes a kernel sleep between its wait and its body, in graphs made from now on.
+
+        For tests: a consumer that does not wait for it then reads what was there before.
+        """
+        for bound in self.kernels:
+            if bound.kernel.name == name:
+                bound.params.delay_ns = int(microseconds * 1e3)
+                return
+        raise SpecError(
+            f"no kernel {name!r}: there are {', '.join(b.kernel.name for b in self.kernels)}"
+        )
+
+    def stamps(self) -> dict[str, NDArray[np.int64]]:
+        """With ``trace``: ns of the last run, [CTAs, 3]: entered, producers done, ended.
+
+        Kernels without loaders do not note when their producers were done: 0.
+        """
+        return {name: t.cpu().numpy() for name, t in self._stamps.items()}
+
+    def span_us(self) -> float:
+        """With ``trace``: from the first CTA's entry to the last one's end, in the last run."""
+        stamps = self.stamps().values()
+        first = min(int(s[:, 0].min()) for s in stamps)
+        return (max(int(s[:, 2].max()) for s in stamps) - first) / 1e3
+
+
+def with_wait(tuning: Mapping[str, Tuning], name: str, wait: Wait) -> dict[str, Tuning]:
+    """The tuning with another place of one kernel's wait."""
+    return {**tuning, name: replace(tuning.get(name, Tuning()), wait=wait)}

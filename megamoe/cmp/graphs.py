@@ -1,0 +1,330 @@
+"""CUDA graphs of a plan's kernels, made in three ways.
+
+    single_stream       captured from one stream: each kernel after the one before it
+    single_stream_pdl   the same, and each may begin while the one before it runs
+    branches            nodes made one by one, edges where data flows
+    branches_pdl        the same edges, programmatic
+    graph_rewrite       captured from one stream, then its edges replaced by those of branches_pdl
+    manual_streams      captured from several streams that wait for programmatic events
+
+The first four differ in edges alone: branches or not, times programmatic or not. The last three are
+three ways to the same graph. Edges come from ``dag.data_edges``; which node is which kernel is
+known because each node is asked for when it is made.
+
+A graph may hold several runs one after another, on one set of tensors each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final, Literal
+
+from megamoe.cmp.bound import BoundCmp, BoundKernel
+from megamoe.cmp.dag import Edge, chain, leaves, streams
+from megamoe.errors import MegaMoeError, SpecError
+
+__all__ = ["MODES", "CmpGraph", "Mode"]
+
+Mode = Literal[
+    "single_stream",
+    "single_stream_pdl",
+    "branches",
+    "branches_pdl",
+    "graph_rewrite",
+    "manual_streams",
+]
+MODES: Final[tuple[Mode, ...]] = (
+    "single_stream",
+    "single_stream_pdl",
+    "branches",
+    "branches_pdl",
+    "graph_rewrite",
+    "manual_streams",
+)
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    error, *values = result
+    if int(error) != 0:
+        raise MegaMoeError(f"{what}: {error}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _attribute(name: str, field: str, value: Any) -> Any:
+    driver = _driver()
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    setattr(attribute.value, field, value)
+    return attribute
+
+
+def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = bound.kernel.ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = bound.threads, 1, 1
+    config.sharedMemBytes = bound.shared_bytes
+    config.hStream = stream
+    every = [_attribute("PRIORITY", "priority", bound.priority), *attributes]
+    config.attrs = every
+    config.numAttrs = len(every)
+    _check(
+        driver.cuLaunchKernelEx(config, bound.function, bound.pointers, 0),
+        f"launching {bound.kernel.name} on {bound.kernel.ctas} CTAs",
+    )
+
+
+def _edge_data(programmatic: bool) -> Any:
+    data = _driver().CUgraphEdgeData()
+    if programmatic:
+        data.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        data.type = _driver().CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return data
+
+
+class CmpGraph:
+    """An instantiated graph of one or more runs.
+
+    Args:
+        runs: bound plans, run one after another; equal plans on different tensors.
+        mode: which edges, and how they are made.
+        programmatic: of a graph with branches, the edges (by kernel names) that are programmatic;
+            ``None`` leaves it to the mode.
+
+    Attributes:
+        mode: as given.
+        nodes: of each run, by kernel position.
+        edges: (run, producer name, consumer name, programmatic) of every edge in the graph that
+            joins two kernels of one run, read back from the driver.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[BoundCmp],
+        mode: Mode,
+        *,
+        programmatic: Collection[tuple[str, str]] | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise SpecError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
+        driver = _driver()
+        self.mode = mode
+        self._programmatic = programmatic
+        self._runs = list(runs)  # kept alive
+        self._streams: list[Any] = []
+        self._events: list[Any] = []
+        self.nodes: list[list[Any]] = []
+        try:
+            if mode == "manual_streams":
+                self._graph = self._capture_streams()
+            elif mode in ("single_stream", "single_stream_pdl"):
+                self._graph = self._capture_chain(programmatic=mode == "single_stream_pdl")
+            elif mode == "graph_rewrite":
+                self._graph = self._capture_chain(programmatic=False)
+                self._remove_all()
+                self._connect()
+            else:
+                self._graph = self._build()
+                self._connect()
+            self._exec = _check(driver.cuGraphInstantiate(self._graph, 0), f"instantiating {mode}")
+        finally:
+            for event in self._events:
+                driver.cuEventDestroy(event)
+            for stream in self._streams:
+                driver.cuStreamDestroy(stream)
+        self.edges = self._read_edges()
+
+    # ------------------------------------------------------------ making
+
+    def _stream(self) -> Any:
+        driver = _driver()
+        flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self._streams.append(_check(driver.cuStreamCreate(flag), "a stream"))
+        return self._streams[-1]
+
+    def _event(self) -> Any:
+        driver = _driver()
+        flag = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._events.append(_check(driver.cuEventCreate(flag), "an event"))
+        return self._events[-1]
+
+    def _begin(self, stream: Any) -> None:
+        mode = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _check(_driver().cuStreamBeginCapture(stream, mode), "capturing")
+
+    def _last_node(self, stream: Any) -> Any:
+        """The node that the last launch on a capturing stream became."""
+        found = _check(_driver().cuStreamGetCaptureInfo(stream), "the capture's state")
+        return found[3][0]
+
+    def _capture_chain(self, *, programmatic: bool) -> Any:
+        stream = self._stream()
+        serial = _attribute(
+            "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1
+        )
+        self._begin(stream)
+        for run in self._runs:
+            made = []
+            for i, bound in enumerate(run.kernels):
+                _launch(bound, stream, [serial] if programmatic and i > 0 else [])
+                made.append(self._last_node(stream))
+            self.nodes.append(made)
+        return _check(_driver().cuStreamEndCapture(stream), "the end of a capture")
+
+    def _build(self) -> Any:
+        driver = _driver()
+        graph = _check(driver.cuGraphCreate(0), "a graph")
+        for run in self._runs:
+            made = []
+            for bound in run.kernels:
+                params = driver.CUDA_KERNEL_NODE_PARAMS()
+                params.func = bound.function
+                params.gridDimX, params.gridDimY, params.gridDimZ = bound.kernel.ctas, 1, 1
+                params.blockDimX, params.blockDimY, params.blockDimZ = bound.threads, 1, 1
+                params.sharedMemBytes = bound.shared_bytes
+                params.kernelParams = bound.pointers
+                name = bound.kernel.name
+                node = _check(driver.cuGraphAddKernelNode(graph, [], 0, params), f"node {name}")
+                priority = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+                value = driver.CUlaunchAttributeValue()
+                value.priority = bound.priority
+                _check(
+                    driver.cuGraphKernelNodeSetAttribute(node, priority, value),
+                    f"the priority of {name}",
+                )
+                made.append(node)
+            self.nodes.append(made)
+        return graph
+
+    def _remove_all(self) -> None:
+        begin, end, data, count = self._get_edges()
+        if count == 0:
+            return
+        _check(
+            _driver().cuGraphRemoveDependencies(self._graph, begin, end, data, count),
+            "removing a capture's edges",
+        )
+
+    def _is_programmatic(self, producer: str, consumer: str) -> bool:
+        if self._programmatic is not None:
+            return (producer, consumer) in self._programmatic
+        return self.mode not in ("single_stream", "branches")
+
+    def _connect(self) -> None:
+        """Edges where data flows; a run's first kernels follow the last ones of the run before."""
+        begin: list[Any] = []
+        end: list[Any] = []
+        data: list[Any] = []
+        for i, (run, nodes) in enumerate(zip(self._runs, self.nodes, strict=True)):
+            names = [b.kernel.name for b in run.kernels]
+            for producer, consumer in run.edges:
+                begin.append(nodes[producer])
+                end.append(nodes[consumer])
+                data.append(_edge_data(self._is_programmatic(names[producer], names[consumer])))
+            if i == 0:
+                continue
+            roots = sorted(set(range(len(nodes))) - {c for _, c in run.edges})
+            for leaf in leaves(len(self.nodes[i - 1]), self._runs[i - 1].edges):
+                for root in roots:
+                    begin.append(self.nodes[i - 1][leaf])
+                    end.append(nodes[root])
+                    data.append(_edge_data(False))
+        if not begin:
+            return
+        _check(
+            _driver().cuGraphAddDependencies(self._graph, begin, end, data, len(begin)),
+            "adding edges",
+        )
+
+    def _capture_streams(self) -> Any:
+        """Consumers on their producer's stream follow it there; others wait for its event."""
+        driver = _driver()
+        serial = _attribute(
+            "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1
+        )
+        places = [streams(len(run.kernels), run.edges) for run in self._runs]
+        made = [self._stream() for _ in range(1 + max(max(p) for p in places))]
+        self._begin(made[0])
+        for run, place in zip(self._runs, places, strict=True):
+            self.nodes.append([])
+            ready: dict[int, Any] = {}
+            for i, bound in enumerate(run.kernels):
+                producers = [p for p, c in run.edges if c == i]
+                attributes = []
+                for p in producers:
+                    if place[p] == place[i]:
+                        attributes.append(serial)
+                    else:
+                        _check(
+                            driver.cuStreamWaitEvent(made[place[i]], ready[p], 0),
+                            f"{bound.kernel.name} waiting for {run.kernels[p].kernel.name}",
+                        )
+                if any(place[c] != place[i] for p, c in run.edges if p == i):
+                    ready[i] = self._event()
+                    attribute = _attribute("PRIORITY", "priority", 0)
+                    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT
+                    attribute.value.programmaticEvent.event = ready[i]
+                    attribute.value.programmaticEvent.flags = 0
+                    attribute.value.programmaticEvent.triggerAtBlockStart = 0
+                    attributes.append(attribute)
+                _launch(bound, made[place[i]], attributes)
+                self.nodes[-1].append(self._last_node(made[place[i]]))
+            for i in leaves(len(run.kernels), run.edges):
+                if place[i] == 0:
+                    continue
+                done = self._event()
+                _check(driver.cuEventRecord(done, made[place[i]]), "an event")
+                _check(driver.cuStreamWaitEvent(made[0], done, 0), "joining a branch")
+        return _check(driver.cuStreamEndCapture(made[0]), "the end of a capture")
+
+    # ------------------------------------------------------------ what it is
+
+    def _get_edges(self) -> tuple[list[Any], list[Any], list[Any], int]:
+        driver = _driver()
+        most = sum(len(n) for n in self.nodes) * 8
+        begin, end, data, count = _check(driver.cuGraphGetEdges(self._graph, most), "the edges")
+        return list(begin)[:count], list(end)[:count], list(data)[:count], int(count)
+
+    def _read_edges(self) -> list[tuple[int, str, str, bool]]:
+        where = {
+            int(node): (r, i) for r, nodes in enumerate(self.nodes) for i, node in enumerate(nodes)
+        }
+        found = []
+        begin, end, data, _ = self._get_edges()
+        for a, b, edge in zip(begin, end, data, strict=True):
+            (run, producer), (other, consumer) = where[int(a)], where[int(b)]
+            if run == other:
+                names = [self._runs[run].kernels[i].kernel.name for i in (producer, consumer)]
+                found.append((run, names[0], names[1], int(edge.type) == 1))
+        return sorted(found)
+
+    def expected_edges(self, run: int = 0) -> list[tuple[str, str, bool]]:
+        """What the mode says the edges inside a run are."""
+        bound = self._runs[run]
+        linear = self.mode.startswith("single_stream")
+        edges: Sequence[Edge] = chain([b.kernel for b in bound.kernels]) if linear else bound.edges
+        names = [b.kernel.name for b in bound.kernels]
+        return sorted(
+            (names[p], names[c], self._is_programmatic(names[p], names[c])) for p, c in edges
+        )
+
+    # ------------------------------------------------------------ running
+
+    def launch(self, stream: int) -> None:
+        """Enqueues all runs on a stream, given by its handle."""
+        (error,) = _driver().cuGraphLaunch(self._exec, stream)
+        if int(error) != 0:
+            raise MegaMoeError(f"launching {self.mode}: {error}")
+
+    def close(self) -> None:
+        """Frees the graph; runs on the device must have ended."""
+        if self._exec is not None:
+            _driver().cuGraphExecDestroy(self._exec)
+            _driver().cuGraphDestroy(self._graph)
+            self._exec = None
