@@ -15,6 +15,7 @@
 #include "cpu/gemm.hpp"
 #include "cpu/isa.hpp"
 #include "megamoe/fault.hpp"
+#include "megamoe/trace.hpp"
 
 namespace nb = nanobind;
 
@@ -34,6 +35,8 @@ nb::dict describe() {
     static const char* const kPhases[] = {MEGAMOE_PHASES(X)};
     static const char* const kTags[] = {MEGAMOE_TAGS(X)};
     static const char* const kRegions[] = {MEGAMOE_REGIONS(X)};
+    static const char* const kTraceRoles[] = {MEGAMOE_TRACE_ROLES(X)};
+    static const char* const kTraceKinds[] = {MEGAMOE_TRACE_KINDS(X)};
 #undef X
 #define X(name) #name,
     static const char* const kShape[] = {MEGAMOE_SHAPE_FIELDS(X)};
@@ -47,6 +50,14 @@ nb::dict describe() {
     d["regions"] = names(kRegions);
     d["shape_fields"] = names(kShape);
     d["fault_fields"] = names(kFault);
+    d["trace_roles"] = names(kTraceRoles);
+    d["trace_kinds"] = names(kTraceKinds);
+    nb::list trace_fields;
+#define X(type, name) \
+    trace_fields.append(std::make_tuple(#name, "<u" + std::to_string(sizeof(type))));
+    MEGAMOE_TRACE_FIELDS(X)
+#undef X
+    d["trace_fields"] = trace_fields;
     nb::list isas;
     for (cpu::Isa isa : cpu::kAllIsas)
         if (cpu::isa_available(isa)) isas.append(cpu::isa_name(isa));

@@ -1,8 +1,10 @@
-// Time stamps and waiting times of a CTA, compiled in with -DMEGAMOE_TRACE=1 (megamoe trace
-// builds).
+// Time stamps, events and waiting times of a CTA, compiled in with -DMEGAMOE_TRACE=1. Without it
+// nothing of this leaves a trace in the code.
 #pragma once
 
 #include "device/ptx.cuh"
+#include "megamoe/fault.hpp"
+#include "megamoe/trace.hpp"
 
 #ifndef MEGAMOE_TRACE
 #define MEGAMOE_TRACE 0
@@ -12,7 +14,8 @@ namespace megamoe {
 
 inline constexpr bool kTrace = MEGAMOE_TRACE != 0;
 
-// Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_trace.py has the names.
+// Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_bench_moe.py has the
+// names.
 enum TraceSlot : uint32_t {
     kTraceStart,
     kTraceListed,      // own routes listed and published
@@ -34,7 +37,91 @@ enum TraceSlot : uint32_t {
     kNumTraceSlots = kTraceTag + 8
 };
 
-struct Trace {
+// Blocks of tasks and of rows on their way, by their place in SharedStorage: only traces need them.
+inline constexpr uint32_t kTraceTasks = 4, kTraceJobs = 32, kTraceBlockBits = 24;
+
+// The events of a CTA's tracks. In shared memory; one thread per role.
+template <bool kOn>
+struct TraceLog {
+    TraceEvent* events;  // of this CTA
+    uint32_t capacity;
+    uint32_t recorded[kNumTraceRoles];
+    uint64_t begun[kNumTraceKinds];
+    uint32_t task_block[kTraceTasks];
+    uint32_t job_row[kTraceJobs];   // block, and the source rank above kTraceBlockBits
+    uint32_t job_done[kTraceJobs];  // ns after the batch's begin
+
+    MEGAMOE_DEVICE void open(const TraceBuffers* to) {
+        capacity = to ? uint32_t(to->capacity) : 0;
+        events = to ? to->events + uint64_t(blockIdx.x) * kNumTraceRoles * capacity : nullptr;
+    }
+    MEGAMOE_DEVICE void record(TraceRole role, TraceKind kind, uint64_t begin, uint64_t end,
+                               uint32_t a = 0, uint32_t b = 0, uint32_t c = 0) {
+        put(role, recorded[uint32_t(role)]++, kind, begin, end, a, b, c);
+    }
+    MEGAMOE_DEVICE void put(TraceRole role, uint32_t i, TraceKind kind, uint64_t begin,
+                            uint64_t end, uint32_t a, uint32_t b, uint32_t c) {
+        if (i >= capacity) return;
+        auto* to = reinterpret_cast<uint4*>(events + uint64_t(role) * capacity + i);
+        to[0] =
+            make_uint4(uint32_t(begin), uint32_t(begin >> 32), uint32_t(end), uint32_t(end >> 32));
+        to[1] = make_uint4(uint32_t(kind), a, b, c);
+    }
+    // A kind belongs to one role and does not nest in itself: its begin has a place of its own, not
+    // a register, which accumulators fill.
+    MEGAMOE_DEVICE void begin(TraceKind kind) { begun[uint32_t(kind)] = ptx::now_ns(); }
+    MEGAMOE_DEVICE void end(TraceRole role, TraceKind kind, uint32_t a = 0, uint32_t b = 0,
+                            uint32_t c = 0) {
+        record(role, kind, begun[uint32_t(kind)], ptx::now_ns(), a, b, c);
+    }
+    MEGAMOE_DEVICE void note_task(uint32_t slot, uint32_t block) { task_block[slot] = block; }
+    MEGAMOE_DEVICE uint32_t block_of_task(uint32_t slot) const { return task_block[slot]; }
+    MEGAMOE_DEVICE void note_job(uint32_t job, uint32_t block, uint32_t source) {
+        job_row[job] = source << kTraceBlockBits | block;
+    }
+    MEGAMOE_DEVICE void job_ready(uint32_t job) {
+        job_done[job] = uint32_t(ptx::now_ns() - begun[uint32_t(TraceKind::kPull)]);
+    }
+    // The batch's events: its rows, a lane each, and itself. All lanes.
+    template <class Jobs>
+    MEGAMOE_DEVICE void end_jobs(const Jobs& jobs, uint32_t first, uint32_t n, uint32_t ready) {
+        __syncwarp();
+        const uint32_t lane = ptx::lane();
+        const uint64_t begin = begun[uint32_t(TraceKind::kPull)];
+        if (lane < ready) {
+            const uint64_t at = begin + job_done[lane];
+            put(TraceRole::kPull, recorded[uint32_t(TraceRole::kPull)] + lane, TraceKind::kRows, at,
+                at, job_row[lane] & ((1u << kTraceBlockBits) - 1), jobs[lane].weight,
+                job_row[lane] >> kTraceBlockBits);
+        }
+        __syncwarp();
+        if (lane != 0) return;
+        recorded[uint32_t(TraceRole::kPull)] += ready;
+        end(TraceRole::kPull, TraceKind::kPull, first, n);
+    }
+    MEGAMOE_DEVICE void close(const TraceBuffers* to) const {
+        if (!to) return;
+        for (uint32_t i = 0; i < kNumTraceRoles; ++i)
+            to->recorded[blockIdx.x * kNumTraceRoles + i] = recorded[i];
+    }
+};
+template <>
+struct TraceLog<false> {
+    MEGAMOE_DEVICE void open(const TraceBuffers*) {}
+    MEGAMOE_DEVICE void record(TraceRole, TraceKind, uint64_t, uint64_t, uint32_t = 0, uint32_t = 0,
+                               uint32_t = 0) {}
+    MEGAMOE_DEVICE void begin(TraceKind) {}
+    MEGAMOE_DEVICE void end(TraceRole, TraceKind, uint32_t = 0, uint32_t = 0, uint32_t = 0) {}
+    MEGAMOE_DEVICE void note_task(uint32_t, uint32_t) {}
+    MEGAMOE_DEVICE uint32_t block_of_task(uint32_t) const { return 0; }
+    MEGAMOE_DEVICE void note_job(uint32_t, uint32_t, uint32_t) {}
+    MEGAMOE_DEVICE void job_ready(uint32_t) {}
+    template <class Jobs>
+    MEGAMOE_DEVICE void end_jobs(const Jobs&, uint32_t, uint32_t, uint32_t) {}
+    MEGAMOE_DEVICE void close(const TraceBuffers*) const {}
+};
+
+struct Trace : TraceLog<kTrace> {
     uint64_t value[kTrace ? uint32_t(kNumTraceSlots) : 1];
     MEGAMOE_DEVICE void stamp(TraceSlot slot) {
         if constexpr (kTrace) value[slot] = ptx::now_ns();
@@ -44,23 +131,49 @@ struct Trace {
     }
 };
 
-// Adds the time until its end to a slot. For one thread of the role.
+// Adds the time until its end to a slot. For one thread of the role. No register holds the begin.
 class TraceSpan {
   public:
     MEGAMOE_DEVICE TraceSpan(Trace& trace, TraceSlot slot, bool on = true)
         : trace_(trace), slot_(slot), on_(on) {
-        if constexpr (kTrace) start_ = clock64();
+        if constexpr (kTrace)
+            if (on_) trace_.add(slot_, -clock64());
     }
     MEGAMOE_DEVICE ~TraceSpan() {
         if constexpr (kTrace)
-            if (on_) trace_.add(slot_, clock64() - start_);
+            if (on_) trace_.add(slot_, clock64());
     }
 
   private:
     Trace& trace_;
     TraceSlot slot_;
     bool on_;
-    uint64_t start_ = 0;
+};
+
+// A wait for a global word that had to wait: an event of the role that waits for such words. For
+// one thread of the role; of the combining warps, for the first.
+class TraceWait {
+  public:
+    MEGAMOE_DEVICE TraceWait(Trace& trace, Tag tag, uint32_t index)
+        : trace_(trace), tag_(tag), index_(index) {
+        if constexpr (kTrace) begin_ = ptx::now_ns();
+    }
+    MEGAMOE_DEVICE ~TraceWait() {
+        if constexpr (kTrace) {
+            const bool combine = tag_ == Tag::kTokenArrived;
+            if (tag_ == Tag::kCountsFlag || (combine && threadIdx.x != 0)) return;
+            const TraceRole role = combine                 ? TraceRole::kCombine
+                                   : tag_ == Tag::kL1Empty ? TraceRole::kPull
+                                                           : TraceRole::kFeed;
+            trace_.record(role, TraceKind::kWait, begin_, ptx::now_ns(), uint32_t(tag_), index_);
+        }
+    }
+
+  private:
+    Trace& trace_;
+    Tag tag_;
+    uint32_t index_;
+    uint64_t begin_ = 0;
 };
 
 }  // namespace megamoe

@@ -98,6 +98,7 @@ MEGAMOE_DEVICE bool wait_word(const Params& p, CallState& call, const uint32_t* 
     uint32_t have = look();
     if (done(have)) return true;
     TraceSpan span(call.trace, TraceSlot(kTraceTag + uint32_t(what.tag)));
+    TraceWait event(call.trace, what.tag, what.index);
     const uint64_t start = ptx::now_ns();
     for (uint32_t spin = 1;; ++spin) {
         have = look();

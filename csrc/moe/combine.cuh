@@ -70,6 +70,7 @@ MEGAMOE_DEVICE void combine(const MoEParams& p, SharedStorage& s) {
     const bool own = p.num_tokens > 2 * gridDim.x;  // a warp has tokens of its own
     const uint32_t first = own ? warp * gridDim.x + blockIdx.x : blockIdx.x;
     const uint32_t step = own ? kMathWarps * gridDim.x : gridDim.x;
+    if (threadIdx.x == 0) s.call.trace.begin(TraceKind::kCombine);
     const uint32_t column_step = own ? kWarpColumns : kMathWarps * kWarpColumns;
     for (uint32_t token = first; token < p.num_tokens; token += step) {
         const bool routed =
@@ -91,6 +92,11 @@ MEGAMOE_DEVICE void combine(const MoEParams& p, SharedStorage& s) {
         // Once every warp has seen the count: it starts at zero in the next call.
         if (!own) ptx::named_barrier<kMathThreads>(kMathBarrier);
         if (ok && lane == 0 && (own || warp == 0)) *arrived = 0;
+    }
+    if (threadIdx.x == 0) {
+        const uint32_t cta = blockIdx.x, tokens = p.num_tokens > cta ? p.num_tokens - cta : 0;
+        s.call.trace.end(TraceRole::kCombine, TraceKind::kCombine, cta,
+                         ceil_div(tokens, gridDim.x));
     }
 }
 

@@ -37,6 +37,8 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s) {
         s.call.block_base = control.block_base.value;
         s.fills[0] = s.fills[1] = 0;
         s.call.trace = Trace{};
+        s.call.trace.open(p.trace);
+        s.call.trace.begin(TraceKind::kList);
         s.call.trace.stamp(kTraceStart);
         s.call.trace.add(kTraceCycles, -clock64());
     }
@@ -69,9 +71,16 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     if (stopped(s.call)) return;  // given up before: only reset() mends that
     RouteLister(p, s).run();
     publish_counts(p, s);
-    if (threadIdx.x == 0) s.call.trace.stamp(kTraceListed);
+    if (threadIdx.x == 0) {
+        s.call.trace.stamp(kTraceListed);
+        s.call.trace.end(TraceRole::kDispatch, TraceKind::kList);
+        s.call.trace.begin(TraceKind::kExchange);
+    }
     const bool go = receive_counts(p, s);
-    if (threadIdx.x == 0) s.call.trace.stamp(kTraceCounts);
+    if (threadIdx.x == 0) {
+        s.call.trace.stamp(kTraceCounts);
+        s.call.trace.end(TraceRole::kDispatch, TraceKind::kExchange);
+    }
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= kMathWarps) {
         ptx::shrink_registers<kOtherRegisters>();
@@ -96,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
         s.call.trace.stamp(kTraceEnd);
         s.call.trace.add(kTraceCycles, clock64());
         for (uint32_t i = 0; i < kNumTraceSlots; ++i)
-            p.trace[blockIdx.x * kNumTraceSlots + i] = s.call.trace.value[kTrace ? i : 0];
+            p.trace->slots[blockIdx.x * kNumTraceSlots + i] = s.call.trace.value[kTrace ? i : 0];
+        s.call.trace.close(p.trace);
     }
 }

@@ -35,29 +35,49 @@ MEGAMOE_DEVICE bool wait_targets(SharedStorage& s) {
     return wait(s.rows_ready, phase, s.call);
 }
 
+// Begin or end of the event of this task's tile, or of its epilogue. One thread's.
+template <bool kEnd>
+MEGAMOE_DEVICE void trace_tile(SharedStorage& s, TraceKind linear1, TraceKind linear2) {
+    if constexpr (kTrace) {
+        if (threadIdx.x != 0) return;
+        const uint32_t slot = s.math[0].task.slot;
+        const Task& task = s.task[slot];
+        const TraceKind kind = task.kind == TileKind::kLinear1 ? linear1 : linear2;
+        if constexpr (kEnd)
+            s.call.trace.end(TraceRole::kMath, kind, s.call.trace.block_of_task(slot), task.n,
+                             task.num_rows);
+        else
+            s.call.trace.begin(kind);
+    }
+}
+
 template <int N>
 MEGAMOE_DEVICE void few_rows(const MoEParams& p, SharedStorage& s) {
     float acc[2][N / 2];
     mainloop_few<N>(acc, s, math_state(s).stage, is_linear1(s), s.w_scale[task_slot(s)],
                     warpgroup());
+    trace_tile<false>(s, TraceKind::kActivate, TraceKind::kScatter);
     TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
                    threadIdx.x == 0);
     if (is_linear1(s))
         linear1_few<N>(p, s, s.task[task_slot(s)], acc);
     else if (wait_targets(s))
         linear2_few<N>(s, s.task[task_slot(s)], acc);
+    trace_tile<true>(s, TraceKind::kActivate, TraceKind::kScatter);
 }
 
 MEGAMOE_DEVICE void many_rows(const MoEParams& p, SharedStorage& s) {
     ManyAccumulators acc;
     MainloopMany(s, is_linear1(s), s.w_scale[task_slot(s)], warpgroup())
         .run(acc, math_state(s).stage);
+    trace_tile<false>(s, TraceKind::kActivate, TraceKind::kScatter);
     TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
                    threadIdx.x == 0);
     if (is_linear1(s))
         linear1_many(p, s.task[task_slot(s)], acc);
     else if (wait_targets(s))
         linear2_many(s, s.task[task_slot(s)], acc);
+    trace_tile<true>(s, TraceKind::kActivate, TraceKind::kScatter);
 }
 
 // Nothing but accumulators lives in registers across a mainloop: what is needed after it is read
@@ -69,6 +89,7 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
         }
         const Task& task = s.task[task_slot(s)];
         if (__shfl_sync(~0u, uint32_t(task.kind), 0) == uint32_t(TileKind::kDone)) break;
+        trace_tile<false>(s, TraceKind::kLinear1, TraceKind::kLinear2);
         switch (__shfl_sync(~0u, task.box, 0)) {
 #define MEGAMOE_FEW(i)               \
     case i:                          \
@@ -85,6 +106,7 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
             default:
                 many_rows(p, s);
         }
+        trace_tile<true>(s, TraceKind::kLinear1, TraceKind::kLinear2);
         if (threadIdx.x == 0)
             s.call.trace.add(s.task[s.math[0].task.slot].kind == TileKind::kLinear1 ? kTraceTiles1
                                                                                     : kTraceTiles2,

@@ -8,6 +8,7 @@
 #include "megamoe/layout.hpp"
 #include "megamoe/protocol.hpp"
 #include "megamoe/schedule.hpp"
+#include "megamoe/trace.hpp"
 
 #if !defined(MEGAMOE_HIDDEN) || !defined(MEGAMOE_INTER) || !defined(MEGAMOE_FP8)
 #error "compile through megamoe/jit.py: it defines the matrix shape"
@@ -56,7 +57,7 @@ struct MoEParams {
     uint8_t* y;                // [T] BF16 rows
     float swiglu_clamp;        // <= 0: none
     uint32_t reserved;
-    uint64_t* trace;            // [CTAs][kNumTraceSlots], or null
+    const TraceBuffers* trace;  // or null; looked at by traced builds only
     uint8_t* bases[kMaxRanks];  // windows, as mapped here
 
     MEGAMOE_DEVICE uint8_t* at(uint32_t peer, Region r, uint64_t element = 0) const {

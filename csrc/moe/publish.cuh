@@ -67,7 +67,13 @@ MEGAMOE_DEVICE void publish_tiles(const MoEParams& p, SharedStorage& s) {
         // Comes for every task: the math warps finish what they have, stopped or not.
         while (!ptx::try_wait(s.tile_written[slot.slot], slot.phase)) {
         }
+        const bool linear1 = task.kind == TileKind::kLinear1;
+        const TraceKind kind = linear1 ? TraceKind::kPublish1 : TraceKind::kPublish2;
+        if (ptx::lane() == 0) s.call.trace.begin(kind);
         if (!stopped(s.call)) announce(p, task, arrived);
+        if (ptx::lane() == 0)
+            s.call.trace.end(TraceRole::kPublish, kind, s.call.trace.block_of_task(slot.slot),
+                             task.n, task.num_rows);
         __syncwarp();
         if (ptx::lane() == 0) ptx::arrive(s.task_empty[slot.slot]);
         slot.advance();

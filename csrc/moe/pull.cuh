@@ -40,6 +40,7 @@ class Puller {
         const RowSource from = row_source(p_, s_, expert, of_expert);
         const L1Slot slot = l1_slot(p_.shape, s_.call.block_base + s_.block_begin[low] + block);
         const uint32_t in_block = of_expert % block_m;
+        s_.call.trace.note_job(ptx::lane(), s_.block_begin[low] + block, from.rank);
         const bool last = of_expert + 1 == s_.rows[expert];  // brings the block's padding with it
         return {p_.at(from.rank, Region::kInput, from.token),
                 p_.at(from.rank, Region::kInputScale, from.token),
@@ -56,6 +57,7 @@ class Puller {
         __syncwarp();
         in_ = out_ = announced_ = 0;
         bool ok = true;
+        if (ptx::lane() == 0) s_.call.trace.begin(TraceKind::kPull);
         for (const uint32_t end = n * kPieces; in_ < end; ++in_) {
             if (in_ % kPieces == 0 && !(ok = claim_slot(s_.job[in_ / kPieces]))) break;
             if (in_ - out_ == kPullBuffers - 1) {
@@ -69,6 +71,7 @@ class Puller {
             load_piece();
         }
         drain();
+        s_.call.trace.end_jobs(s_.job, first, n, announced_);
         return ok;
     }
     // The ring slot that the row goes to. Before blocking, announces what has been copied.
@@ -130,8 +133,9 @@ class Puller {
         __syncwarp();
         for (; announced_ < limit; ++announced_) {
             const PullJob& job = s_.job[announced_];
-            if (ptx::lane() == 0)
-                ptx::add_release_gpu(p_.word(Region::kL1Full, job.slot), job.weight);
+            if (ptx::lane() != 0) continue;
+            ptx::add_release_gpu(p_.word(Region::kL1Full, job.slot), job.weight);
+            s_.call.trace.job_ready(announced_);
         }
     }
     MEGAMOE_DEVICE void drain() {
