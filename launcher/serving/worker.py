@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous as find_store
 
 from launcher.ranks import device_of
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from megamoe.spec import EpConfig, MoESpec
     from megamoe.weights import ExpertWeights
 
-__all__ = ["RankOptions", "Shared", "Worker"]
+__all__ = ["RankOptions", "Shared", "Worker", "find_ranks"]
 
 _log = logging.getLogger("megamoe.rank")
 WELCOME_LIMIT_S: Final = 300.0
@@ -79,15 +80,12 @@ class _StoreRendezvous:
         self.rank = rank
         self.num_ranks = num_ranks
         self._turn = 0
-        # The store outlives a group: what a former one wrote must not be read.
-        self._prefix = f"megamoe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's value, by rank."""
         self._turn += 1
-        prefix = f"{self._prefix}/{self._turn}"
-        self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"{prefix}/{r}")) for r in range(self.num_ranks)]
+        self._store.set(f"{self._turn}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{self._turn}/{r}")) for r in range(self.num_ranks)]
 
 
 @dataclass
@@ -101,13 +99,23 @@ class Shared:
     code: int = 1
 
 
-def _rendezvous(rank: int, num_ranks: int, device: str) -> Rendezvous:
-    """Torchrun's store is enough for CPU ranks; torch's symmetric memory wants a process group."""
-    if device != "cpu":
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        return GroupRendezvous()
+def find_ranks(rank: int, num_ranks: int, groups: str | None) -> Rendezvous:
+    """How the ranks that torchrun started find each other.
+
+    Args:
+        rank: this rank.
+        num_ranks: R.
+        groups: backends of a process group, which torch's symmetric memory wants; None takes
+            torchrun's store alone, which is enough for CPU ranks.
+    """
     store, _, _ = next(find_store("env://", rank, num_ranks))
-    return _StoreRendezvous(store, rank, num_ranks)
+    # The store outlives a group: ranks of a later one must not find the addresses of a former.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"megamoe/{attempt}", store)
+    if groups is None:
+        return _StoreRendezvous(store, rank, num_ranks)
+    dist.init_process_group(groups, store=store, rank=rank, world_size=num_ranks)
+    return GroupRendezvous()
 
 
 class _Silent(MegaMoeError):
@@ -161,7 +169,8 @@ class Worker:
     def _serve(self) -> None:
         options = self.options
         device = device_of(int(os.environ.get("LOCAL_RANK", "0")), options.backend)
-        rendezvous = _rendezvous(self.rank, self.num_ranks, device)
+        groups = None if device == "cpu" else "cpu:gloo,cuda:nccl"
+        rendezvous = find_ranks(self.rank, self.num_ranks, groups)
         group = rendezvous.all_gather({"group": os.urandom(8).hex()})[0]["group"]
         spec = options.spec()
         with open_layer(
