@@ -1,11 +1,13 @@
 """``megamoe stress``: skewed routings over every ring size from the smallest up.
 
     megamoe stress --ranks 4 --output stress.json
+    megamoe stress --ranks 2 --backend cuda --calls 10000 --output stress.json
     torchrun --nproc-per-node 4 -m launcher.stress
 
-Every case (routing, tokens of each rank, EP size, ring capacity) is compared bit for bit with the
-largest ring and, row by row, with the oracle. One group of processes serves all cases; an EP size
-below the number of processes runs on the first of them. Exit code 1 when any case differs.
+Every case (routing, tokens of each rank, EP size, rows of a block, ring capacity) is compared bit
+for bit with the largest ring, and that with the oracle, row by row. One group of processes serves
+all cases; an EP size below the number of processes runs on the first of them. With ``--calls`` or
+``--soak`` it makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -34,6 +37,7 @@ from launcher.console import (
 )
 from launcher.meta import run_meta
 from launcher.ranks import Group, run_in_group
+from launcher.soak import SoakOptions, soak
 from megamoe.errors import SpecError
 from megamoe.spec import EpConfig, MoESpec
 
@@ -76,7 +80,7 @@ class _Options:
     tokens: int
     seeds: int
     sizes: tuple[int, ...]
-    block_m: int
+    block_m: tuple[int, ...]
     workers: int
     backend: Backend
     timeout: float
@@ -108,8 +112,26 @@ def command(
     topk: Annotated[int, typer.Option(help="K.")] = 4,
     shared: Annotated[int, typer.Option(help="Shared experts.")] = 1,
     weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
-    block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 8,
-    workers: Annotated[int, typer.Option(help="CPU worker threads per rank; 0 shares cores.")] = 2,
+    block_m: Annotated[str, typer.Option(help="Rows of a ring block, like 8,128.")] = "8",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="CPU worker threads per rank, 0 shares cores; on GPUs CTAs, 0 takes every SM.",
+            show_default="2 on CPUs, 0 on GPUs",
+        ),
+    ] = None,
+    calls: Annotated[
+        int, typer.Option(min=0, help="Instead: so many calls in a row under random skew.")
+    ] = 0,
+    soak_s: Annotated[
+        float, typer.Option("--soak", min=0, help="Instead: such calls for so many seconds.")
+    ] = 0.0,
+    layers: Annotated[int, typer.Option(min=1, help="Layers open at once in a soak.")] = 6,
+    misses: Annotated[
+        int, typer.Option(min=0, help="Calls of a soak that a rank misses: timeout and reset.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of a soak's plan.")] = 1,
     replay: Annotated[
         Path | None,
         typer.Option(help="Also a recorded routing: ids [N,K] or loads [E], .safetensors or .pt."),
@@ -136,8 +158,8 @@ def command(
                 tokens,
                 seeds,
                 _sizes(sizes, group.num_ranks),
-                block_m,
-                workers,
+                _numbers("--block-m", block_m),
+                workers if workers is not None else 2 if group.device == "cpu" else 0,
                 cast("Backend", backend),
                 timeout,
                 replay,
@@ -145,6 +167,23 @@ def command(
                 as_json,
             )
         )
+        if calls or soak_s:
+            return _soak(
+                group,
+                options,
+                SoakOptions(
+                    spec=options.spec,
+                    tokens=tokens,
+                    routings=tuple(r for r in ROUTINGS if _possible(r, group.num_ranks)),
+                    calls=calls,
+                    seconds=soak_s,
+                    misses=misses,
+                    layers=layers,
+                    seed=seed,
+                    backend=options.backend,
+                    timeout_s=timeout,
+                ),
+            )
         return _stress(group, options)
 
     run_in_group(
@@ -152,14 +191,23 @@ def command(
     )
 
 
-def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
+def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
-        raise SpecError(f"--sizes {text!r}: write EP sizes like 1,2,4")
-    sizes = tuple(sorted({int(p) for p in parts if int(p) <= num_ranks}))
+        raise SpecError(f"{option} {text!r}: write numbers like 1,2,4")
+    return tuple(int(p) for p in parts)
+
+
+def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
+    sizes = tuple(sorted({n for n in _numbers("--sizes", text) if n <= num_ranks}))
     if not sizes:
         raise SpecError(f"--sizes {text!r}: all are above the {num_ranks} ranks of this group")
     return sizes
+
+
+def _possible(routing: str, num_ranks: int) -> bool:
+    """Whether so many ranks can show it."""
+    return num_ranks > 1 or not routing.startswith(("remote", "empty_rank"))
 
 
 def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
@@ -174,9 +222,8 @@ def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
                 continue
             seen.add(tokens)
             for routing in (*ROUTINGS, *replay):
-                if num_ranks == 1 and routing.startswith(("remote", "empty_rank")):
-                    continue  # needs a second rank
-                yield _Load(routing, tokens, seed)
+                if _possible(routing, num_ranks):
+                    yield _Load(routing, tokens, seed)
 
 
 def _stress(group: Group, options: _Options) -> int:
@@ -190,7 +237,8 @@ def _stress(group: Group, options: _Options) -> int:
             members = dist.new_group(list(range(size))) if group.num_ranks > 1 else None
             if group.rank < size:
                 loads = list(_loads(options, size))
-                task = bar.add_task(f"EP{size}", total=len(RINGS) * len(loads))
+                total = len(RINGS) * len(options.block_m) * len(loads)
+                task = bar.add_task(f"EP{size}", total=total)
                 for row in _size_rows(group, options, size, loads, members):
                     rows.append(row)
                     bar.advance(task)
@@ -210,15 +258,15 @@ def _size_rows(
     from megamoe.symmetric.base import GroupRendezvous
     from megamoe.weights import random_experts
 
-    base = EpConfig(
-        num_ranks=size,
-        max_tokens=options.tokens,
-        block_m=options.block_m,
-        num_workers=options.workers,
-        timeout_s=options.timeout,
-    )
-    largest: dict[_Load, Tensor] = {}
-    for ring_l1, ring_l2 in RINGS:
+    largest: dict[_Load, tuple[Tensor, float, str]] = {}
+    for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
+        base = EpConfig(
+            num_ranks=size,
+            max_tokens=options.tokens,
+            block_m=block_m,
+            num_workers=options.workers,
+            timeout_s=options.timeout,
+        )
         most = base.max_blocks(options.spec)
         config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
         rendezvous = None if members is None else GroupRendezvous(members)
@@ -235,13 +283,12 @@ def _case(
     options: _Options,
     layer: MoELayer,
     load: _Load,
-    largest: dict[_Load, Tensor],
+    largest: dict[_Load, tuple[Tensor, float, str]],
     members: Any,
 ) -> dict[str, Any]:
     """One case on one rank; the row is complete on the first rank."""
     import torch
 
-    from launcher.verify import against_oracle, sample_rows
     from launcher.workloads import random_activations, route, skew
 
     spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
@@ -252,23 +299,14 @@ def _case(
     y = layer.run(x, idx.to(group.device), weight.to(group.device)).cpu()
     counters = layer.counters()
 
-    # The largest ring comes first. Bits, not values: NaN and -0 count.
-    same = torch.equal(y.view(torch.int16), largest.setdefault(load, y).view(torch.int16))
-    error, problem = 0.0, ""
-    if tokens:
-        rows = sample_rows(tokens, tokens, seed)
-        verdict, _ = against_oracle(
-            spec,
-            rows,
-            x,
-            idx,
-            weight,
-            y,
-            lambda e: _expert(spec, e),
-            [_expert(spec, spec.num_experts + s) for s in range(spec.num_shared)],
-            on_gpu=group.device != "cpu",
-        )
-        error, problem = verdict.error, verdict.problem
+    # The largest ring comes first, and is compared with the oracle; what equals it need not be.
+    if load not in largest:
+        largest[load] = (y, *_judge(group, spec, load, (x, idx, weight), y))
+    first, error, problem = largest[load]
+    # Bits, not values: NaN and -0 count.
+    same = torch.equal(y.view(torch.int16), first.view(torch.int16))
+    if not same:
+        error, problem = _judge(group, spec, load, (x, idx, weight), y)
     mine = {
         "same": same,
         "error": error,
@@ -284,6 +322,7 @@ def _case(
         "routing": load.routing,
         "ring_blocks_l1": counters.ring_l1_blocks,
         "ring_blocks_l2": counters.ring_l2_blocks,
+        "block_m": layer.config.block_m,
         "ranks": num_ranks,
         "tokens_per_rank": list(load.tokens),
         "seed": seed,
@@ -297,6 +336,28 @@ def _case(
         "ok": all(m["same"] and not m["problem"] for m in every),
         "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
     }
+
+
+def _judge(
+    group: Group, spec: MoESpec, load: _Load, inputs: tuple[Tensor, Tensor, Tensor], y: Tensor
+) -> tuple[float, str]:
+    """Every row of this rank against the oracle: the error, and what is wrong."""
+    from launcher.verify import against_oracle, sample_rows
+
+    tokens = y.shape[0]
+    if not tokens:
+        return 0.0, ""
+    shared = [_expert(spec, spec.num_experts + s) for s in range(spec.num_shared)]
+    verdict, _ = against_oracle(
+        spec,
+        sample_rows(tokens, tokens, load.seed),
+        *inputs,
+        y,
+        lambda e: _expert(spec, e),
+        shared,
+        on_gpu=group.device != "cpu",
+    )
+    return verdict.error, verdict.problem
 
 
 @cache
@@ -322,6 +383,41 @@ def _over(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | N
     return fold(known) if len(known) == len(counts) else None
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """An earlier result: cases keep its soaks, soaks its cases."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def _soak(group: Group, options: _Options, asked: SoakOptions) -> int:
+    with progress(shown=group.first and not options.json) as bar:
+        found = soak(group, asked, bar)
+    if group.first:
+        if options.output is not None:
+            before = _read(options.output)
+            meta = run_meta(spec=asdict(options.spec))
+            soaks = [*before.get("soaks", []), {"meta": meta, **found}]
+            _write(options.output, {**before, "soaks": soaks})
+        if options.json:
+            print_json(found)
+        else:
+            for line in (*found["problems"], *found["first_wrong"]):
+                stdout.print(f"[red]differs[/red]: {line}", soft_wrap=True)
+            stdout.print(
+                f"{found['calls']} calls ({found['graph_replays']} replays of graphs) of "
+                f"{len(found['layers'])} layers on {found['ranks']} ranks, {found['late_ranks']} "
+                f"late ranks, {found['missed_calls']} missed calls, {found['wrong']} wrong, "
+                f"{found['seconds']:.1f} s",
+                soft_wrap=True,
+            )
+    return 0 if found["ok"] else EXIT_WRONG
+
+
 def _report(
     options: _Options, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
 ) -> None:
@@ -337,9 +433,8 @@ def _report(
         "seconds": round(seconds, 1),
     }
     if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {"meta": run_meta(spec=asdict(options.spec)), "summary": summary, "rows": rows}
-        options.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        found = {"meta": run_meta(spec=asdict(options.spec)), "summary": summary, "rows": rows}
+        _write(options.output, {**_read(options.output), **found})
     if options.json:
         print_json({**summary, "failures": wrong})
         return

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.base import Counters, Session, hopper_available
+from megamoe.backends.trace import LayerTrace
 from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, find_rendezvous
@@ -80,6 +81,22 @@ class MoELayer:
     def counters(self) -> Counters:
         """Ring high-water marks, back-pressure events and sizes of this rank."""
         return self._session.counters()
+
+    def trace(self) -> LayerTrace:
+        """What every role of this rank did in the last call, with ``MEGAMOE_TRACE=1``.
+
+        Raises:
+            MegaMoeError: ``MEGAMOE_TRACE`` was not set when the layer was opened.
+        """
+        return self._session.trace_events()
+
+    def check(self) -> None:
+        """Waits for calls on the current stream, such as those of replayed CUDA graphs.
+
+        Raises:
+            PeerTimeout: one of them timed out; ``run`` says so by itself, a graph cannot.
+        """
+        self._session.check()
 
     def time_calls(self) -> None:
         """From now on CUDA events time every call, for ``call_seconds``; not while capturing."""

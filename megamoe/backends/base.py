@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe import native
+from megamoe.backends.trace import LayerTrace
 from megamoe.errors import SpecError
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
@@ -104,12 +105,28 @@ class Session(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Waits for enqueued calls.
+
+        Raises:
+            PeerTimeout: as ``run_moe``.
+        """
+        ...
+
     def time_calls(self) -> None:
         """From now on every call is timed, where the device can."""
         ...
 
     def call_seconds(self) -> float | None:
         """Device time of the last call; None where it is not measured."""
+        ...
+
+    def trace_events(self) -> LayerTrace:
+        """What every role did in the last call.
+
+        Raises:
+            MegaMoeError: ``MEGAMOE_TRACE`` was not set when the session was opened.
+        """
         ...
 
     def counters(self) -> Counters:

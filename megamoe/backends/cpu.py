@@ -6,10 +6,18 @@ import math
 import os
 from collections.abc import Iterable
 
+import numpy as np
 from torch import Tensor, bfloat16
 
 from megamoe import native
 from megamoe.backends.base import Counters, need_same_layer
+from megamoe.backends.trace import (
+    NOT_TRACED,
+    LayerTrace,
+    decode_trace,
+    event_dtype,
+    trace_wanted,
+)
 from megamoe.errors import GroupBroken, MegaMoeError, PeerTimeout
 from megamoe.layout import window_layout
 from megamoe.spec import EpConfig, MoESpec
@@ -20,6 +28,8 @@ from megamoe.weights import ExpertWeights, check_expert
 
 __all__ = ["CpuSession", "cpu_shape"]
 
+_TRACE_CAPACITY = 1 << 15
+"""Events of a track: a rank has few tracks, and one of them pulls all rows."""
 _OPEN_LIMIT_S = 300.0
 """Limit of the first meeting: peers may still be reserving shared memory."""
 
@@ -63,6 +73,9 @@ class CpuSession:
         self._native: native.CpuSession | None = native.CpuSession(
             shape, rendezvous.rank, list(self._window.bases), clamp, config.timeout_s
         )
+        self._traced = trace_wanted()
+        if self._traced:
+            self._native.enable_trace(_TRACE_CAPACITY)
         self._num_tokens = 0
         self._broken: GroupBroken | None = None
         self._meet(_OPEN_LIMIT_S)
@@ -108,12 +121,34 @@ class CpuSession:
         if not session.run(self._num_tokens, idx.data_ptr(), weight.data_ptr(), out.data_ptr()):
             raise self._timeout()
 
+    def check(self) -> None:
+        """Nothing: no call outlasts ``run_moe``."""
+
     def time_calls(self) -> None:
         """Nothing: on a CPU the caller's clock tells the same."""
 
     def call_seconds(self) -> float | None:
         """Not measured."""
         return None
+
+    def trace_events(self) -> LayerTrace:
+        """Events of the last call; with ``MEGAMOE_TRACE=1``."""
+        session = self._open()
+        if not self._traced:
+            raise MegaMoeError(NOT_TRACED)
+        recorded, events = session.trace()
+        tracks = np.frombuffer(recorded, np.uint32).reshape(
+            -1, len(native.describe()["trace_roles"])
+        )
+        size = (*tracks.shape, _TRACE_CAPACITY, event_dtype().itemsize)
+        return decode_trace(
+            tracks,
+            np.frombuffer(events, np.uint8).reshape(size),
+            self._shape,
+            rank=self._rank,
+            backend="cpu",
+            num_tokens=self._num_tokens,
+        )
 
     def counters(self) -> Counters:
         """Figures since the session was opened or cleared."""

@@ -88,3 +88,41 @@ def test_what_is_not_counted_is_not_zero(app, monkeypatch):
     assert json.loads(result.stdout)["with_backpressure"] is None
     shown = CliRunner().invoke(app, args)
     assert "– with back-pressure" in shown.stdout
+
+
+@pytest.mark.multirank
+def test_soak_keeps_the_cases_of_its_file_and_mends_a_missed_call(tmp_path):
+    out = tmp_path / "stress.json"
+    out.write_text(json.dumps({"meta": {}, "rows": [{"ok": True}]}))
+    args = ["-m", "launcher.stress", "--ranks", "2", "--output", str(out), *SMALL]
+    args += ["--calls", "120", "--misses", "1", "--timeout", "1.5", "--json"]
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    assert result["rows"] == [{"ok": True}]
+    (soak,) = result["soaks"]
+    assert soak["meta"]["command"].startswith("torchrun --nproc-per-node 2 -m launcher.stress ")
+    assert soak["ok"]
+    assert soak["missed_calls"] == 1
+    assert soak["calls"] == sum(layer["calls"] for layer in soak["layers"]) >= 120
+    rings = {(x["ring_blocks_l1"], x["ring_blocks_l2"]) for x in soak["layers"]}
+    assert (1, 1) in rings
+    assert len(rings) >= 4
+
+
+def test_a_soak_sees_a_flipped_bit(app, monkeypatch):
+    run = MoELayer.run
+
+    def flipped(self, *args):
+        y = run(self, *args)
+        if self.config.ring_l1_blocks == 1 and y.numel():
+            y.view(torch.int16)[-1, 5] ^= 1
+        return y
+
+    monkeypatch.setattr(MoELayer, "run", flipped)
+    args = ["--ranks", "1", "--calls", "40", "--json", *SMALL]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["wrong"] > 0
+    assert all("rings of layer 1" in w for w in found["first_wrong"])
