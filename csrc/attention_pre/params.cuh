@@ -119,6 +119,17 @@ MEGAMOE_HD constexpr uint32_t max_band() {
     return most;
 }
 
+// Weight scales that a task may need.
+MEGAMOE_HD constexpr uint32_t max_scales() {
+    uint32_t most = 4;
+#define X(id, ...)                                                     \
+    if (Spec<id>::kLoads == Loads::kFp8 && Spec<id>::kBlocks * Spec<id>::kTiles > int(most)) \
+        most = Spec<id>::kBlocks * Spec<id>::kTiles;
+    MEGAMOE_ATTENTION_SPECS
+#undef X
+    return most;
+}
+
 // Tensor maps of an operand row: what the input loader and the weight loader read.
 struct StageMaps {
     TensorMap inputs, weights;
@@ -145,6 +156,8 @@ struct AttentionParams {
     uint32_t dynamic;
     uint32_t ticket_counter;  // dynamic
     uint32_t in_flight;       // weight pages of a CTA that may be on their way at once
+    uint32_t ahead_pages;     // weight pages that find no room and may go to L2 meanwhile
+    uint32_t ahead_cycles;    // at least, between two of them
 };
 
 }  // namespace megamoe::attention

@@ -139,45 +139,114 @@ MEGAMOE_DEVICE void drain(uint64_t (&full)[kPages], uint32_t uses) {
         wait_always(full[use % kPages], use / kPages & 1);
 }
 
+// Boxes of a weight page, by what `load` does with each: (byte offset in the page, column, row).
+template <class Load>
+MEGAMOE_DEVICE void for_boxes(const Instruction& inst, const SpecRow& spec, uint32_t page,
+                              const Load& load) {
+    const uint32_t block = spec.tiles == 1 ? page : page / spec.tiles;
+    const uint32_t tile = spec.tiles == 1 ? 0 : page % spec.tiles;
+    const int32_t k = inst.k + block * spec.elements();
+    if (spec.loads == Loads::kBf16ByHead) {  // two boxes of 64 columns x 64 of K
+        const int32_t row = inst.item * spec.k + k, col = inst.col + tile * kTileRows;
+        load(0u, col, row);
+        load(kPageBytes / 2, col + 64, row);
+    } else {
+        load(0u, k, int32_t(spec.weight_row(inst, tile)));
+    }
+}
+
+// Where shared memory has no room for the next weights, the memory would idle until math frees a
+// page. Meanwhile what comes next, of this instruction and those already in slots, is brought to
+// L2, page by page with a pause between: requests beyond what the memory delivers would queue up,
+// and with them every load and fence of the instruction under way.
+class Ahead {
+  public:
+    MEGAMOE_DEVICE explicit Ahead(const AttentionParams& p) : p_(p), last_(clock()) {}
+
+    // The loader has come to weight page `use`, of the instruction in slot `at`.
+    MEGAMOE_DEVICE void here(Cursor at, uint32_t use) {
+        now_ = use;
+        if (use_ > use) return;
+        use_ = use;
+        at_ = at;
+        left_ = kSlots;
+    }
+    MEGAMOE_DEVICE void step(SharedStorage& s) {
+        if (left_ == 0 || use_ - now_ >= p_.ahead_pages) return;
+        if (uint32_t(clock()) - last_ < p_.ahead_cycles) return;
+        if (!ptx::test_wait(s.instruction_arrived[at_.slot], at_.phase)) return;
+        const Slot& slot = s.slot[at_.slot];
+        const Instruction& inst = slot.inst;
+        if (inst.opcode == kExit) {
+            left_ = 0;
+            return;
+        }
+        const SpecRow& spec = kSpecRows[inst.spec_id];
+        const uint32_t page = use_ - slot.weight_page;
+        const bool body = inst.opcode != uint32_t(Opcode::kNoOp);
+        if (!body || spec.loads == Loads::kKeys || page >= spec.weight_pages(inst)) {
+            if (body && spec.loads == Loads::kKeys) use_ = slot.weight_page + spec.weight_pages(inst);
+            at_.advance();
+            --left_;  // slots that may hold later instructions
+            return;
+        }
+        const TensorMap& map = p_.maps[inst.operand_row].weights;
+        for_boxes(inst, spec, page, [&](uint32_t, int32_t x, int32_t y) {
+            ptx::prefetch_box(map, x, y);
+        });
+        last_ = clock();
+        ++use_;
+    }
+
+  private:
+    MEGAMOE_DEVICE static uint32_t clock() {
+        uint32_t t;
+        asm volatile("mov.u32 %0, %clock;" : "=r"(t));
+        return t;
+    }
+    const AttentionParams& p_;
+    uint32_t last_, use_ = 0, now_ = 0, left_ = 0;
+    Cursor at_;
+};
+
 // Waits until weight page `use` may be filled: it is free, and few pages are on their way. More
 // would not stream faster, but whatever else this SM asks of L2 (inputs, events, partial sums)
 // would queue behind them.
-MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, uint32_t use) {
+template <class Meanwhile>
+MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, uint32_t use,
+                                     const Meanwhile& meanwhile) {
     if (use >= p.in_flight) {
         const WeightPage landing(use - p.in_flight);
         if (!wait_page(s, s.weight_full[landing.index], landing.phase)) return false;
     }
     const WeightPage page(use);
-    return wait_page(s, s.weight_free[page.index], page.phase ^ 1);
+    uint64_t& free = s.weight_free[page.index];
+    while (!ptx::test_wait(free, page.phase ^ 1)) {
+        if (stopped(s)) return false;
+        meanwhile();
+    }
+    return wait_page(s, free, page.phase ^ 1);
 }
 
 // One lane. Counts the pages it fills.
 MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, const Slot& slot,
-                                uint32_t& uses) {
+                                Cursor at, Ahead& ahead, uint32_t& uses) {
     const Instruction& inst = slot.inst;
     const SpecRow& spec = kSpecRows[inst.spec_id];
     const TensorMap& map = p.maps[inst.operand_row].weights;
-    const bool by_head = spec.loads == Loads::kBf16ByHead;
-    uint32_t use = slot.weight_page;
+    const uint32_t pages = spec.weight_pages(inst);
 #pragma unroll 1
-    for (uint32_t block = 0; block < spec.blocks; ++block) {
-#pragma unroll 1
-        for (uint32_t tile = 0; tile < spec.tiles; ++tile, ++use) {
-            const WeightPage page(use);
-            uint64_t& full = s.weight_full[page.index];
-            uint8_t* to = s.weights[page.index];
-            if (!wait_weight_page(p, s, use)) return;
-            ptx::arrive_expect(full, kPageBytes);
-            const int32_t k = inst.k + block * spec.elements();
-            if (by_head) {  // two boxes of 64 columns x 64 of K
-                const int32_t row = inst.item * spec.k + k, col = inst.col + tile * kTileRows;
-                ptx::load_box(to, map, col, row, full);
-                ptx::load_box(to + kPageBytes / 2, map, col + 64, row, full);
-            } else {
-                ptx::load_box(to, map, k, int32_t(spec.weight_row(inst, tile)), full);
-            }
-            uses = use + 1;
-        }
+    for (uint32_t i = 0; i < pages; ++i) {
+        const uint32_t use = slot.weight_page + i;
+        const WeightPage page(use);
+        uint64_t& full = s.weight_full[page.index];
+        ahead.here(at, use);
+        if (!wait_weight_page(p, s, use, [&] { ahead.step(s); })) return;
+        ptx::arrive_expect(full, kPageBytes);
+        for_boxes(inst, spec, i, [&](uint32_t offset, int32_t x, int32_t y) {
+            ptx::load_box(s.weights[page.index] + offset, map, x, y, full);
+        });
+        uses = use + 1;
     }
 }
 
@@ -207,13 +276,13 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
         const bool maybe_new = first + count * kCacheKeys + p.num_tokens > length;
         if (t.has(kHasNewKeys) && count > 0 && maybe_new && !events) {
             t.wait_inputs();
-            ptx::fence_proxy_async();
+            ptx::fence_proxy_async_global();
             events = true;
         }
         const uint32_t use = t.slot.weight_page + i / 2;
         const WeightPage page(use);
         uint64_t& full = s.weight_full[page.index];
-        if (!__all_sync(~0u, wait_weight_page(p, s, use))) return;
+        if (!__all_sync(~0u, wait_weight_page(p, s, use, [] {}))) return;
         if (lane == 0) {
             if (count > 0)
                 ptx::arrive_expect(full, count * kCachePageBytes);
@@ -244,6 +313,7 @@ MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s
     if (lane < p.num_operand_rows) acquire_map(p.maps[lane].weights);
     __syncwarp();
     uint32_t uses = 0;
+    Ahead ahead(p);
     for (Cursor at;; at.advance()) {
         wait_always(s.instruction_arrived[at.slot], at.phase);
         Slot& slot = s.slot[at.slot];
@@ -254,7 +324,7 @@ MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s
             if (loads == Loads::kKeys)
                 load_keys(p, s, {p, s, slot, at.slot, at.phase}, uses);
             else if (loads != Loads::kNone && lane == 0)
-                load_matrix(p, s, slot, uses);
+                load_matrix(p, s, slot, at, ahead, uses);
         }
         arrive_warp(s.instruction_finished[at.slot]);
     }
@@ -325,23 +395,30 @@ MEGAMOE_DEVICE void load_input_blocks(const AttentionParams& p, SharedStorage& s
         uint64_t& full = s.input_full[page.index];
         const uint32_t count = min(group, spec.blocks - first);
         if (!__all_sync(~0u, wait_page(s, s.input_free[page.index], page.phase ^ 1))) return;
-        if (lane == 0) {
-            ptx::arrive_expect(full, count * spec.rows * kBlockBytes);
-            for (uint32_t j = 0; j < count; ++j)
-                ptx::load_box(s.inputs[page.index] + j * spec.rows * kBlockBytes, map,
-                              int32_t(first_column + (first + j) * spec.elements()),
-                              int32_t(inst.row), full);
-        }
+        // Scales are asked for first: a box takes as long as they do.
+        float scale[kTileRows / 32] = {};
         if (fp8) {
 #pragma unroll
-            for (uint32_t i = lane; i < kTileRows; i += 32) {
-                const uint32_t token = i >> shift,
-                               block = i & (group - 1);  // neighbours share a line
-                float scale = 0.f;
+            for (uint32_t i = 0; i < kTileRows / 32; ++i) {  // neighbours share a line
+                const uint32_t token = (i * 32 + lane) >> shift;
+                const uint32_t block = (i * 32 + lane) & (group - 1);
                 if (token < inst.rows && block < count)
-                    scale = ptx::load_l2(scales + uint64_t(inst.row + token) * (spec.k / kGroup) +
-                                         inst.k / kGroup + first + block);
-                s.input_scale[page.index][block * spec.rows + token] = scale;
+                    scale[i] = ptx::load_l2(scales + (inst.row + token) * (spec.k / kGroup) +
+                                            inst.k / kGroup + first + block);
+            }
+        }
+        if (lane == 0) ptx::arrive_expect(full, count * spec.rows * kBlockBytes);
+        __syncwarp();
+        if (lane < count)
+            ptx::load_box(s.inputs[page.index] + lane * spec.rows * kBlockBytes, map,
+                          int32_t(first_column + (first + lane) * spec.elements()),
+                          int32_t(inst.row), full);
+        if (fp8) {
+#pragma unroll
+            for (uint32_t i = 0; i < kTileRows / 32; ++i) {
+                const uint32_t token = (i * 32 + lane) >> shift;
+                const uint32_t block = (i * 32 + lane) & (group - 1);
+                s.input_scale[page.index][block * spec.rows + token] = scale[i];
             }
         }
         arrive_warp(full);
@@ -377,7 +454,7 @@ MEGAMOE_DEVICE void run_input_loader(const AttentionParams& p, SharedStorage& s)
         if (slot.inst.opcode == kExit) break;
         const bool go = !__any_sync(~0u, stopped(s)) && wait_events(p, s, slot);
         __syncwarp();
-        ptx::fence_proxy_async();  // what the events announce was stored by ordinary stores
+        ptx::fence_proxy_async_global();  // what the events announce was stored by ordinary stores
         arrive_warp(s.inputs_ready[at.slot]);
         if (lane == 0) stamp(p, slot, Stamp::kInputsReady);
         if (go && slot.inst.opcode != uint32_t(Opcode::kNoOp)) {
@@ -408,12 +485,11 @@ MEGAMOE_DEVICE void run_publisher(const AttentionParams& p, SharedStorage& s) {
         wait_always(s.instruction_arrived[at.slot], at.phase);
         const Slot& slot = s.slot[at.slot];
         if (slot.inst.opcode == kExit) break;
+        const uint32_t event = lane < kMaxSignals ? slot.inst.signal_event[lane] : kNoCounter;
+        const uint32_t increment = lane < kMaxSignals ? slot.inst.signal_increment[lane] : 0;
         wait_always(s.tile_done[at.slot], at.phase);
-        if (lane < kMaxSignals && slot.publish && !stopped(s)) {
-            const uint32_t event = slot.inst.signal_event[lane];
-            if (event != kNoCounter)
-                ptx::add_release_gpu(counter(p, event), slot.inst.signal_increment[lane]);
-        }
+        if (event != kNoCounter && slot.publish && !stopped(s))
+            ptx::add_release_gpu(counter(p, event), increment);
         if (lane == 0) stamp(p, slot, Stamp::kPublished);
         arrive_warp(s.instruction_finished[at.slot]);
     }

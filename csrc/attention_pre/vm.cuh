@@ -45,7 +45,7 @@ inline constexpr uint32_t kWeightPages = MEGAMOE_ATTENTION_WEIGHT_PAGES;
 inline constexpr uint32_t kInputPages = max_band() <= 32 ? 3 : 5;
 inline constexpr uint32_t kWeightPages = 13 - kInputPages;
 #endif
-inline constexpr uint32_t kMaxScales = 96;
+inline constexpr uint32_t kMaxScales = max_scales();
 // Tokens whose columns are gathered at once, and the pitch of a gathered row of 128 columns.
 inline constexpr uint32_t kChunkTokens = 16, kPitch = kTileRows + 4;
 

@@ -17,6 +17,28 @@ MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int3
         : "memory");
 }
 
+// A box into L2 alone.
+MEGAMOE_DEVICE void prefetch_box(const TensorMap& map, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x),
+                 "r"(y)
+                 : "memory");
+}
+// Looks once.
+MEGAMOE_DEVICE bool test_wait(uint64_t& bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+        "p; }"
+        : "=r"(done)
+        : "r"(shared_address(&bar)), "r"(parity)
+        : "memory");
+    return done;
+}
+// Orders global memory that this thread knows of before later bulk copies.
+MEGAMOE_DEVICE void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 MEGAMOE_DEVICE float load_l2(const float* p) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

@@ -12,6 +12,7 @@ The three are those of Mirage Persistent Kernel (arXiv 2512.22219), on counters:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -262,8 +263,9 @@ def successor_bytes(graph: EventGraph) -> tuple[int, int]:
 def linearize(graph: EventGraph) -> tuple[EventGraph, PassReport]:
     """Renumbers tasks in an order that respects every event and keeps successors together.
 
-    Tasks with equal waits form a group; a group follows once every unit it waits for is complete,
-    groups with the lowest task first.
+    Tasks with equal waits form a group; groups follow in the order in which the last unit that they
+    wait for is complete, at once complete ones with the lowest task first. So a group whose
+    producers came early is not behind one whose producers have only just been placed.
 
     Raises:
         SpecError: the events form a cycle.
@@ -280,11 +282,11 @@ def linearize(graph: EventGraph) -> tuple[EventGraph, PassReport]:
             by_event.setdefault(event, []).append(waits)
 
     order: list[int] = []
-    ready = [waits for waits, count in blocked.items() if count == 0]
+    ready = deque(waits for waits, count in blocked.items() if count == 0)
     while ready:
-        waits = min(ready, key=lambda w: groups[w][0])
-        ready.remove(waits)
+        waits = ready.popleft()
         order += groups[waits]
+        freed: list[tuple[int, ...]] = []
         for index in groups[waits]:
             unit = graph.tasks[index].unit
             unfinished[unit] -= 1
@@ -297,7 +299,8 @@ def linearize(graph: EventGraph) -> tuple[EventGraph, PassReport]:
                 for other in by_event.get(event, ()):
                     blocked[other] -= 1
                     if blocked[other] == 0:
-                        ready.append(other)
+                        freed.append(other)
+        ready.extend(sorted(freed, key=lambda w: groups[w][0]))
     if len(order) != len(graph.tasks):
         stuck = sorted(set(range(len(graph.tasks))) - set(order))
         names = sorted({graph.stages[graph.tasks[t].stage].name for t in stuck})

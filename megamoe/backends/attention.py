@@ -60,6 +60,10 @@ _FAULT_WORDS: Final = 7
 _STAMPS: Final = 7
 IN_FLIGHT: Final = 4
 """64 KiB per SM saturate the memory; with ten pages a call takes 1–3 % longer."""
+AHEAD_PAGES: Final = 24
+"""With 132 CTAs 52 MB, what an H200's L2 holds beside inputs and partial sums."""
+AHEAD_CYCLES: Final = 900
+"""A page per SM and 0.45 µs is three quarters of what the memory can deliver."""
 MEASURED_COST: Final = CostModel(event_us=0.8, body_us=4.0)
 """For ``Planner``: what this kernel's tasks cost on an H200 besides bytes. With these figures the
 estimates of the kinds of queue fall in the order that was measured (``docs/attention_pre.md``)."""
@@ -87,6 +91,8 @@ class _AttentionParams(ctypes.Structure):
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
+        ("ahead_pages", ctypes.c_uint32),
+        ("ahead_cycles", ctypes.c_uint32),
     )
 
 
@@ -278,6 +284,8 @@ class BoundPlan:
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
         in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
+        ahead_pages: weight pages beyond shared memory that a CTA brings to L2 while it waits.
+        ahead_cycles: at least, between two of them: a backlog would delay all other requests.
 
     Raises:
         SpecError: the kernel lacks a specialisation, or a tensor does not fit.
@@ -291,6 +299,8 @@ class BoundPlan:
         *,
         timeout_s: float = 2.0,
         in_flight: int = IN_FLIGHT,
+        ahead_pages: int = AHEAD_PAGES,
+        ahead_cycles: int = AHEAD_CYCLES,
     ) -> None:
         if not 1 <= in_flight <= kernel.weight_pages:
             raise SpecError(f"in_flight = {in_flight}: must be in 1..{kernel.weight_pages}")
@@ -334,6 +344,8 @@ class BoundPlan:
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
             in_flight=in_flight,
+            ahead_pages=ahead_pages,
+            ahead_cycles=ahead_cycles,
         )
         self.rebind(tensors)
 

@@ -42,12 +42,12 @@ MEGAMOE_DEVICE void wait_pending(int groups) {  // a constant after unrolling
 // The same for all lanes, and known to be.
 MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
-// FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32.
+// FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32. `U` blocks are in
+// flight: a block's successor in its registers is issued as soon as its sums have been added.
 template <class S>
 MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
     constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
     constexpr int U = blocks_at_once(S::kBlocks, N * T <= 32 ? 4 / T : N * T <= 64 ? 2 : 1);
-    static_assert(S::kBlocks * T <= kMaxScales, "K of a task has too many blocks");
     SharedStorage& s = t.s;
     // Set although wgmma overwrites it: registers that look read before they are written would be
     // kept free through all other bodies.
@@ -64,64 +64,76 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
     const uint32_t weights =
         wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
     const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
-    const uint32_t token = (ptx::lane() & 3) * 2;
-    const float* w_scale = t.slot.w_scale;
-    uint32_t weight_use = t.slot.weight_page;
-    const uint32_t input_use = t.slot.input_page;
+    const uint32_t token_scales = ptx::shared_address(s.input_scale[0]) + (ptx::lane() & 3) * 8;
+    const uint32_t w_scales = ptx::shared_address(t.slot.w_scale);
+    // Pages of the next block to issue and of the next to add up.
+    WeightPage weight(t.slot.weight_page), added_weight = weight;
+    InputPage input(t.slot.input_page), added_input = input;
 
-#pragma unroll 1
-    for (uint32_t first = 0; first < S::kBlocks; first += U) {
-        uint32_t weight_index[U][T], input_index[U];
+    auto issue = [&](uint32_t block, float (&d)[T][N / 2]) {
+        const uint32_t in_page = block % kGroupBlocks;
+        if (in_page == 0) wait_or_stop(s, s.input_full[input.index], input.phase);
+        const uint32_t b =
+            inputs + input.index * (kPageBytes / 16) + in_page * (N * kBlockBytes / 16);
+        if (in_page == kGroupBlocks - 1) input.advance();
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-            const InputPage input(input_use + (first + u) / kGroupBlocks);
-            input_index[u] = input.index;
-            wait_or_stop(s, s.input_full[input.index], input.phase);
-            const uint32_t b = inputs + input.index * (kPageBytes / 16) +
-                               (first + u) % kGroupBlocks * (N * kBlockBytes / 16);
+        for (int tile = 0; tile < T; ++tile, weight.advance()) {
+            wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+            if (block + tile == 0) t.stamp(Stamp::kLoaded);
+            const uint32_t a = weights + weight.index * (kPageBytes / 16);
+            wgmma::pin(d[tile]);
+            wgmma::fence();
 #pragma unroll
-            for (int tile = 0; tile < T; ++tile) {
-                const WeightPage weight(weight_use++);
-                weight_index[u][tile] = weight.index;
-                wait_or_stop(s, s.weight_full[weight.index], weight.phase);
-                if (first + u + tile == 0) t.stamp(Stamp::kLoaded);
-                const uint32_t a = weights + weight.index * (kPageBytes / 16);
-                wgmma::pin(part[u][tile]);
-                wgmma::fence();
+            for (int k = 0; k < 4; ++k)
+                wgmma::Mma<N, true>::template run<1024, 1024>(d[tile], a + k * wgmma::kStepK,
+                                                              b + k * wgmma::kStepK, k > 0);
+            wgmma::commit();
+        }
+    };
+    // `later` groups of wgmmas have been issued after this block's.
+    auto add_up = [&](uint32_t block, float (&d)[T][N / 2], int later) {
+        const uint32_t in_page = block % kGroupBlocks;
+        const uint32_t scales =
+            token_scales + added_input.index * (kTileRows * 4) + in_page * (N * 4);
+        constexpr bool kEarly = N <= 32;  // registers for the scales before the sums are there
+        float2 scale[N / 8];
+        float w[T];
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
-                    wgmma::Mma<N, true>::template run<1024, 1024>(
-                        part[u][tile], a + k * wgmma::kStepK, b + k * wgmma::kStepK, k > 0);
-                wgmma::commit();
+        for (int j = 0; j < N / 8 && kEarly; ++j) scale[j] = ptx::load_shared2(scales + j * 32);
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile)
+            w[tile] = ptx::load_shared(w_scales + (tile * S::kBlocks + block) * 4);
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile, added_weight.advance()) {
+            wait_pending(later + T - 1 - tile);
+            wgmma::pin(d[tile]);
+            arrive_warp(s.weight_free[added_weight.index]);
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) {
+                const float2 v = kEarly ? scale[j] : ptx::load_shared2(scales + j * 32);
+                const float x = __fmul_rn(v.x, w[tile]), y = __fmul_rn(v.y, w[tile]);
+                acc[tile][j * 4] = fmaf(d[tile][j * 4], x, acc[tile][j * 4]);
+                acc[tile][j * 4 + 1] = fmaf(d[tile][j * 4 + 1], y, acc[tile][j * 4 + 1]);
+                acc[tile][j * 4 + 2] = fmaf(d[tile][j * 4 + 2], x, acc[tile][j * 4 + 2]);
+                acc[tile][j * 4 + 3] = fmaf(d[tile][j * 4 + 3], y, acc[tile][j * 4 + 3]);
             }
         }
+        if (in_page == kGroupBlocks - 1 || block == S::kBlocks - 1) {
+            arrive_warp(s.input_free[added_input.index]);
+            added_input.advance();
+        }
+    };
+
+    // Straight code as far as reasonable: across a jump back the compiler sees no wgmma in flight.
+    constexpr int kStretch = blocks_at_once(S::kBlocks / U, N * T <= 32 ? 4 : 1) * U;
+#pragma unroll 1
+    for (uint32_t first = 0; first < S::kBlocks; first += kStretch) {
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-            const uint32_t scales =
-                ptx::shared_address(
-                    &s.input_scale[input_index[u]][(first + u) % kGroupBlocks * N]) +
-                token * 4;
+        for (int u = 0; u < U; ++u) issue(first + u, part[u]);
 #pragma unroll
-            for (int tile = 0; tile < T; ++tile) {
-                const float w = w_scale[tile * S::kBlocks + first + u];
-                wait_pending(U * T - 1 - (u * T + tile));
-                float (&d)[N / 2] = part[u][tile];
-                wgmma::pin(d);
-#pragma unroll
-                for (int j = 0; j < N / 8; ++j) {
-                    float2 v = ptx::load_shared2(scales + j * 32);
-                    v.x = __fmul_rn(v.x, w);
-                    v.y = __fmul_rn(v.y, w);
-                    acc[tile][j * 4] = fmaf(d[j * 4], v.x, acc[tile][j * 4]);
-                    acc[tile][j * 4 + 1] = fmaf(d[j * 4 + 1], v.y, acc[tile][j * 4 + 1]);
-                    acc[tile][j * 4 + 2] = fmaf(d[j * 4 + 2], v.x, acc[tile][j * 4 + 2]);
-                    acc[tile][j * 4 + 3] = fmaf(d[j * 4 + 3], v.y, acc[tile][j * 4 + 3]);
-                }
-                arrive_warp(s.weight_free[weight_index[u][tile]]);
-            }
-            const uint32_t block = first + u;
-            if (block % kGroupBlocks == kGroupBlocks - 1 || block == S::kBlocks - 1)
-                arrive_warp(s.input_free[input_index[u]]);
+        for (int i = 0; i < kStretch; ++i) {
+            add_up(first + i, part[i % U], (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
+            if (i + U < kStretch) issue(first + i + U, part[i % U]);
         }
     }
     t.stamp(Stamp::kSummed);
@@ -163,6 +175,7 @@ MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
                 const WeightPage weight(weight_use++);
                 weight_index[u][tile] = weight.index;
                 wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+                if (first + u + tile == 0) t.stamp(Stamp::kLoaded);
                 const uint32_t a = weights + weight.index * (kPageBytes / 16);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
@@ -216,7 +229,7 @@ struct NoLoads {
 template <int N, class Finisher>
 MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher& finisher) {
     constexpr int kAcc = N / 2;
-    const uint32_t lane = ptx::lane();
+    const uint32_t lane = ptx::lane(), rows = t.inst().rows;
     float (&gather)[kChunkTokens][kPitch] = t.s.gather;
     const uint32_t column = threadIdx.x / 32 * 16 + lane / 4, token = (lane & 3) * 2;
     constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
@@ -237,7 +250,7 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
         for (int i = 0; i < kRowsOfWarp<N>; ++i) {
             const float4 v = *reinterpret_cast<const float4*>(
                 &gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
-            if (token_of(chunk, i) < t.inst().rows) finisher.row(i, token_of(chunk, i), v);
+            if (token_of(chunk, i) < rows) finisher.row(i, token_of(chunk, i), v);
         }
     }
 }

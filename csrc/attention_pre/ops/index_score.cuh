@@ -27,9 +27,12 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
                 reinterpret_cast<const float2*>(t.operand<const float>(slots::weights) +
                                                 uint64_t(inst.row + token) * S::kHeads + head));
     }
+    // Fields in registers: shared memory would be read again after every barrier and store.
+    const uint32_t rows = inst.rows, stride = inst.stride, kv = inst.kv;
+    const uint32_t num_pages = inst.kv_len / kTileRows;
     const uint32_t length = __ldg(t.operand<const uint32_t>(slots::context_lens) + inst.item);
     const uint32_t visible = length - inst.aux + 1;  // to token 0 of the task
-    float* logits = t.operand<float>(slots::logits) + uint64_t(inst.row) * inst.stride + inst.kv;
+    float* logits = t.operand<float>(slots::logits) + uint64_t(inst.row) * stride + kv;
 
     const InputPage queries(t.slot.input_page);
     wait_or_stop(s, s.input_full[queries.index], queries.phase);
@@ -43,9 +46,10 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
     for (int i = 0; i < N / 2; ++i) dot[i] = 0.f;  // see gemm_fp8
 
 #pragma unroll 1
-    for (uint32_t i = 0; i < inst.kv_len / kTileRows; ++i) {
+    for (uint32_t i = 0; i < num_pages; ++i) {
         const WeightPage page(t.slot.weight_page + i);
         wait_or_stop(s, s.weight_full[page.index], page.phase);
+        if (i == 0) t.stamp(Stamp::kLoaded);
         const uint32_t a = keys + page.index * (kPageBytes / 16);
         wgmma::pin(dot);
         wgmma::fence();
@@ -59,27 +63,37 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
         wgmma::wait<0>();
         wgmma::pin(dot);
         arrive_warp(s.weight_free[page.index]);
+        float sum[kTokens][2] = {};
 #pragma unroll
-        for (int token = 0; token < kTokens; ++token) {
-            float sum[2] = {0.f, 0.f};
-#pragma unroll
-            for (int j = token * kHeadBlocks; j < (token + 1) * kHeadBlocks; ++j)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    sum[h] = fmaf(fmaxf(dot[j * 4 + h * 2], 0.f), weight[j].x, sum[h]);
-                    sum[h] = fmaf(fmaxf(dot[j * 4 + h * 2 + 1], 0.f), weight[j].y, sum[h]);
-                }
+        for (int j = 0; j < N / 8; ++j)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                sum[h] = sum_lanes<4>(sum[h]) * scale[h];
+                float& v = sum[j / kHeadBlocks][h];
+                v = fmaf(fmaxf(dot[j * 4 + h * 2], 0.f), weight[j].x, v);
+                v = fmaf(fmaxf(dot[j * 4 + h * 2 + 1], 0.f), weight[j].y, v);
+            }
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) sum[token][h] = sum_lanes<4>(sum[token][h]);
+        // Of every four tokens a lane stores one.
+#pragma unroll
+        for (int first = 0; first < kTokens; first += 4) {
+            const uint32_t token = first + quad;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float v = sum[first][h];
+#pragma unroll
+                for (int q = 1; q < 4 && first + q < kTokens; ++q)
+                    if (quad == q) v = sum[first + q][h];
                 const uint32_t key = i * kTileRows + first_key + h * 8;
-                if (quad == token % 4 && token < inst.rows)
-                    logits[uint64_t(token) * inst.stride + key] =
-                        inst.kv + key < visible + token ? sum[h] : -__int_as_float(0x7f800000);
+                v = kv + key < visible + token ? v * scale[h] : __int_as_float(0xff800000);
+                if (token < rows) logits[token * stride + key] = v;
             }
         }
     }
     arrive_warp(s.input_free[queries.index]);
+    t.stamp(Stamp::kSummed);
 }
 
 }  // namespace megamoe::attention

@@ -68,7 +68,9 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) squares = fmaf(v[i][e], v[i][e], squares);
     }
+    t.stamp(Stamp::kLoaded);
     const float factor = rsqrtf(sum_threads(t.s, squares, 0.f).x / S::kN + S::kEps);
+    t.stamp(Stamp::kSummed);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const uint32_t column = i * kPassColumns + threadIdx.x * 8;
@@ -173,7 +175,9 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
             float& squares = i < kQPasses ? q_squares : kv_squares;
             if (i < kQPasses || is_latent) squares = fmaf(v[i][e], v[i][e], squares);
         }
+    t.stamp(Stamp::kLoaded);
     const float2 total = sum_threads(t.s, q_squares, kv_squares);
+    t.stamp(Stamp::kSummed);
     const float q_factor = rsqrtf(total.x / S::kQLora + S::kEps);
     const float kv_factor = rsqrtf(total.y / S::kKvLora + S::kEps);
     const bool pow2 = t.has(kScalePow2);

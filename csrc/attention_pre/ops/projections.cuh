@@ -78,18 +78,23 @@ struct IndexQueryRow {
           rotations(t, t.operand<const uint32_t>(operand::index_query::positions),
                     t.operand<const float>(operand::index_query::rope), int(ptx::lane() * 2)) {}
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
-    MEGAMOE_DEVICE void late(uint32_t chunk) {  // a lane per part
-        const Instruction& inst = t.inst();
-        const float* from = t.operand<const float>(operand::index_query::gate) + inst.item;
+    // A lane per part. Loads of every token are under way before the first is looked at: in order,
+    // as a GPU issues, one sum would hold up the next token's loads.
+    MEGAMOE_DEVICE void late(uint32_t chunk) {
+        const uint32_t rows = t.inst().rows, parts = t.inst().aux;
+        const float* from = t.operand<const float>(operand::index_query::gate) + t.inst().item;
+        auto at = [&](uint32_t token, uint32_t part) {
+            const float* p =
+                from + (uint64_t(t.inst().row + token) * parts + part) * uint64_t(S::kHeads);
+            return token < rows && part < parts ? ptx::load_l2(p) : 0.f;
+        };
 #pragma unroll
-        for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i) {
-            const uint32_t token = token_of(chunk, i);
-            gate[i] = 0.f;
-            if (token >= inst.rows) continue;
-            for (uint32_t part = ptx::lane(); part < inst.aux; part += 32)
-                gate[i] +=
-                    ptx::load_l2(from + (uint64_t(inst.row + token) * inst.aux + part) * S::kHeads);
-        }
+        for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i)
+            gate[i] = at(token_of(chunk, i), ptx::lane());
+        for (uint32_t part = ptx::lane() + 32; part - ptx::lane() < parts; part += 32)
+#pragma unroll
+            for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i)
+                gate[i] += at(token_of(chunk, i), part);
     }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
         namespace slots = operand::index_query;
