@@ -88,6 +88,16 @@ void bind_session(nb::module_& m) {
              })
         .def("clear_state", &Session::clear_state)
         .def("clear_stats", &Session::clear_stats)
+        .def("enable_trace", &Session::enable_trace)
+        .def("trace",
+             [](const Session& s) {  // bytes of [tracks] uint32 and of [tracks][capacity] events
+                 const auto& recorded = s.trace().recorded();
+                 const auto& events = s.trace().events();
+                 return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(recorded.data()),
+                                                 recorded.size() * sizeof(uint32_t)),
+                                       nb::bytes(reinterpret_cast<const char*>(events.data()),
+                                                 events.size() * sizeof(TraceEvent)));
+             })
         .def_prop_ro("weights_loaded", &Session::weights_loaded)
         .def_prop_ro("faulted", &Session::faulted)
         .def_prop_ro("epoch", &Session::epoch)

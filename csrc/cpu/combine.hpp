@@ -9,6 +9,8 @@ namespace megamoe::cpu {
 template <class C>
 bool combine(C& ctx) {
     const MoEShape& s = ctx.shape;
+    const auto traced =
+        ctx.sync.stretch(0, TraceRole::kCombine, TraceKind::kCombine, 0, ctx.call.num_tokens);
     for (uint32_t token = 0; token < ctx.call.num_tokens; ++token) {
         const int32_t* idx = ctx.call.topk_idx + uint64_t(token) * s.topk;
         uint32_t routes = s.num_shared;

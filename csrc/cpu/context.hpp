@@ -4,6 +4,7 @@
 #include "megamoe/layout.hpp"
 #include "megamoe/protocol.hpp"
 #include "megamoe/schedule.hpp"
+#include "megamoe/trace.hpp"
 
 namespace megamoe::cpu {
 

@@ -106,13 +106,15 @@ bool pull_rows(C& ctx, const RouteTable& table, uint32_t puller) {
             const uint32_t block = wave.first_block + m;
             if (block % s.num_pullers != puller) continue;
             const L1Slot slot = l1_slot(s, ctx.block_base + block);
+            const uint32_t first = wave.first_row + m * s.block_m;
+            const uint32_t end = first + s.block_m < expert_rows ? first + s.block_m : expert_rows;
+            const auto traced =
+                ctx.sync.stretch(puller, TraceRole::kPull, TraceKind::kPull, block, end - first);
             if (!ctx.sync.wait_reached(
                     ctx.word(Region::kL1Empty, slot.slot), slot.free_target,
                     {Role::kDispatch, Phase::kPull, Tag::kL1Empty, puller, ctx.rank(), slot.slot}))
                 return false;
             ctx.sync.observe_pulled();
-            const uint32_t first = wave.first_row + m * s.block_m;
-            const uint32_t end = first + s.block_m < expert_rows ? first + s.block_m : expert_rows;
             const uint64_t ring_row = uint64_t(slot.slot) * s.block_m;
             for (uint32_t row = first; row < end; ++row) {
                 const RowSource from = ctx.source(table, wave.expert, row);
@@ -121,6 +123,10 @@ bool pull_rows(C& ctx, const RouteTable& table, uint32_t puller) {
                               ctx.windows.at(from.rank, Region::kInputScale, from.token),
                               ctx.windows.at(ctx.rank(), Region::kL1Ring, to),
                               ctx.windows.at(ctx.rank(), Region::kL1Scale, to));
+                // The last row brings the block's padding.
+                const uint32_t rows = row + 1 < end ? 1 : s.block_m - (row - first);
+                ctx.sync.stretch(puller, TraceRole::kPull, TraceKind::kRows, block, rows,
+                                 from.rank);
             }
             ctx.sync.add(ctx.word(Region::kL1Full, slot.slot), s.block_m);
         }

@@ -32,9 +32,15 @@ void leave(C& ctx, const RouteTable& table) {
 template <class C>
 bool run_math(C ctx, uint32_t unit, uint32_t* begin) {
     ctx.begin();
-    if (!count_routes(ctx, unit)) return false;
-    publish_counts(ctx, unit);
-    if (!wait_counts(ctx, Role::kMath, unit)) return false;
+    {
+        const auto traced = ctx.sync.stretch(unit, TraceRole::kDispatch, TraceKind::kList);
+        if (!count_routes(ctx, unit)) return false;
+        publish_counts(ctx, unit);
+    }
+    {
+        const auto traced = ctx.sync.stretch(unit, TraceRole::kDispatch, TraceKind::kExchange);
+        if (!wait_counts(ctx, Role::kMath, unit)) return false;
+    }
     const RouteTable table = ctx.route_table(begin);
     auto walk = ctx.tile_walk(table);
     while (true) {

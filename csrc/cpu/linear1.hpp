@@ -17,11 +17,17 @@ bool linear1(C& ctx, uint32_t unit, const Tile& tile) {
     if (!ctx.sync.wait_reached(ctx.word(Region::kL2Empty, to.slot), to.free_target, wait_free))
         return false;
 
-    ctx.math.linear1(unit, tile, ctx.ring_row(Region::kL1Ring, from.slot),
-                     ctx.ring_row(Region::kL1Scale, from.slot),
-                     ctx.ring_row(Region::kL2Ring, to.slot),
-                     ctx.ring_row(Region::kL2Scale, to.slot));
+    {
+        const auto traced = ctx.sync.stretch(unit, TraceRole::kMath, TraceKind::kLinear1,
+                                             tile.block, tile.n, tile.num_rows);
+        ctx.math.linear1(unit, tile, ctx.ring_row(Region::kL1Ring, from.slot),
+                         ctx.ring_row(Region::kL1Scale, from.slot),
+                         ctx.ring_row(Region::kL2Ring, to.slot),
+                         ctx.ring_row(Region::kL2Scale, to.slot));
+    }
 
+    const auto traced = ctx.sync.stretch(unit, TraceRole::kPublish, TraceKind::kPublish1,
+                                         tile.block, tile.n, tile.num_rows);
     const uint32_t last = ctx.shape.l1_tiles() - 1;
     if (ctx.sync.add(ctx.word(Region::kL1Empty, from.slot), 1) == from.free_target + last)
         ctx.sync.observe_consumed();

@@ -40,7 +40,8 @@ void Session::stage_fp8(const uint8_t* x, const float* scale, uint32_t num_token
 bool Session::run(uint32_t num_tokens, const int32_t* topk_idx, const float* topk_weight,
                   uint8_t* y) {
     stats_.begin_call();
-    CpuSync sync(shape_, windows_, limit_s_, stats_);
+    trace_.begin_call();
+    CpuSync sync(shape_, windows_, limit_s_, stats_, trace_.on() ? &trace_ : nullptr);
     const Context<CpuSync, CpuMath> ctx{
         shape_, windows_, sync, math_, {num_tokens, topk_idx, topk_weight, y}};
     std::atomic<bool> ok = true;

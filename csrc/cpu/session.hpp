@@ -36,6 +36,12 @@ class Session {
     const Stats& stats() const { return stats_; }
     void clear_stats();
 
+    // From now on every call is recorded.
+    void enable_trace(uint32_t capacity) {
+        trace_.enable(std::max(shape_.num_units, shape_.num_pullers), capacity);
+    }
+    const CpuTrace& trace() const { return trace_; }
+
     // Collective on the hosts: returns the ranks that did not arrive within the limit.
     std::vector<uint32_t> host_barrier(double limit_s);
     // Clears the own protocol state. Between two host barriers, with no call running.
@@ -51,6 +57,7 @@ class Session {
     double limit_s_;
     CpuMath math_;
     Stats stats_;
+    CpuTrace trace_;
     std::vector<std::vector<uint32_t>> begin_;  // per role thread, [R * E_l]
     uint32_t host_generation_ = 0;
     bool faulted_ = false;

@@ -1,13 +1,14 @@
 // The sync policy of CPU ranks: std::atomic_ref on shared memory, bounded waits, the abort word.
 //
-// Phases are templates over a policy with load, store, add, wait_equal, wait_reached and the
-// observe_* hooks; the explorer (explore/) supplies another one.
+// Phases are templates over a policy with load, store, add, wait_equal, wait_reached, the observe_*
+// hooks and the traces' stretch; the explorer (explore/) supplies another one.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <thread>
 
+#include "cpu/trace.hpp"
 #include "megamoe/fault.hpp"
 #include "megamoe/layout.hpp"
 #include "megamoe/protocol.hpp"
@@ -35,8 +36,9 @@ struct Stats {
 
 class CpuSync {
   public:
-    CpuSync(const MoEShape& shape, const Windows& windows, double limit_s, Stats& stats)
-        : shape_(shape), windows_(windows), limit_s_(limit_s), stats_(stats) {}
+    CpuSync(const MoEShape& shape, const Windows& windows, double limit_s, Stats& stats,
+            CpuTrace* trace = nullptr)
+        : shape_(shape), windows_(windows), limit_s_(limit_s), stats_(stats), trace_(trace) {}
 
     static uint32_t load(uint32_t* word) {
         return std::atomic_ref(*word).load(std::memory_order_acquire);
@@ -68,6 +70,11 @@ class CpuSync {
         Stats::raise(stats_.high_water_l2, live(produced, stats_.retired, shape_.ring_l2));
     }
     void observe_retired() { stats_.retired.fetch_add(1); }
+    // The event of a traced call that lasts as long as what this returns.
+    Stretch stretch(uint32_t unit, TraceRole role, TraceKind kind, uint32_t a = 0, uint32_t b = 0,
+                    uint32_t c = 0) {
+        return {trace_, unit, role, kind, a, b, c};
+    }
 
   private:
     // Blocks of a ring in use. A slot is freed before its owner has come to count it, so the
@@ -81,6 +88,8 @@ class CpuSync {
     bool wait_for(uint32_t* word, uint32_t want, const Wait& wait, Done done) {
         if (done(load(word), want)) return true;
         stats_.blocked[uint32_t(wait.tag)].fetch_add(1, std::memory_order_relaxed);
+        const Stretch traced = stretch(wait.unit, trace_role(wait.role), TraceKind::kWait,
+                                       uint32_t(wait.tag), wait.index);
         const auto start = std::chrono::steady_clock::now();
         for (uint32_t spin = 0;; ++spin) {
             const uint32_t have = load(word);
@@ -154,6 +163,7 @@ class CpuSync {
     Windows windows_;
     double limit_s_;
     Stats& stats_;
+    CpuTrace* trace_;
 };
 
 }  // namespace megamoe::cpu

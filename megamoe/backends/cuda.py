@@ -37,6 +37,15 @@ from megamoe.backends.cuda_pack import (
     rows_linear2,
     scale_floats,
 )
+from megamoe.backends.trace import (
+    NOT_TRACED,
+    TRACE_CAPACITY,
+    LayerTrace,
+    TraceBuffers,
+    decode_trace,
+    event_dtype,
+    trace_wanted,
+)
 from megamoe.errors import (
     BackendUnavailable,
     FaultRecord,
@@ -174,7 +183,7 @@ class CudaSession:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._spec, self.config = spec, cuda_config(spec, config)
         self._rank = rendezvous.rank
-        self._trace = bool(os.environ.get("MEGAMOE_TRACE"))
+        self._trace = trace_wanted()
         units, sharing = self._choose_units(rendezvous)
         self._shape = native.make_shape(
             spec, self.config, num_units=units, num_pullers=units, l2_tile_n=TILE_N
@@ -207,7 +216,7 @@ class CudaSession:
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
             self._trace_buffer = torch.zeros((units, slots), dtype=torch.int64, device=self._device)
-            self._params.trace = self._trace_buffer.data_ptr()
+            self._params.trace = self._trace_events_to()
         self._num_tokens = 0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._meetings = 0
@@ -429,8 +438,35 @@ class CudaSession:
         """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
         torch.cuda.synchronize(self._device)
         if self._trace_buffer is None:
-            raise MegaMoeError("set MEGAMOE_TRACE=1 before the layer is opened")
+            raise MegaMoeError(NOT_TRACED)
         return self._trace_buffer.cpu()
+
+    def trace_events(self) -> LayerTrace:
+        """Events of the last call; with ``MEGAMOE_TRACE=1``."""
+        torch.cuda.synchronize(self._device)
+        if self._trace_buffer is None:
+            raise MegaMoeError(NOT_TRACED)
+        return decode_trace(
+            self._trace_recorded.cpu().numpy().view("uint32"),
+            self._trace_events.cpu().numpy(),
+            self._shape,
+            rank=self._rank,
+            backend="cuda",
+            num_tokens=self._num_tokens,
+        )
+
+    def _trace_events_to(self) -> int:
+        """Allocates the events of every track; returns the address of their ``TraceBuffers``."""
+        assert self._trace_buffer is not None
+        tracks = (self._shape.num_units, len(native.describe()["trace_roles"]))
+        size = (*tracks, TRACE_CAPACITY, event_dtype().itemsize)
+        self._trace_recorded = torch.zeros(tracks, dtype=torch.int32, device=self._device)
+        self._trace_events = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        tensors = (self._trace_buffer, self._trace_recorded, self._trace_events)
+        buffers = TraceBuffers(*(t.data_ptr() for t in tensors), TRACE_CAPACITY)
+        self._trace_buffers = torch.frombuffer(bytearray(bytes(buffers)), dtype=torch.uint8)
+        self._trace_buffers = self._trace_buffers.to(self._device)
+        return self._trace_buffers.data_ptr()
 
     # ------------------------------------------------------------ the rest of the interface
 

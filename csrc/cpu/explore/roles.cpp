@@ -49,6 +49,10 @@ class CooperativeSync {
     void observe_consumed() {}
     void observe_produced() {}
     void observe_retired() {}
+    struct NoStretch {};
+    NoStretch stretch(uint32_t, TraceRole, TraceKind, uint32_t = 0, uint32_t = 0, uint32_t = 0) {
+        return {};
+    }
 
   private:
     bool wait_for(Pending guard, const Wait& wait) {
