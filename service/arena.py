@@ -15,12 +15,31 @@ from typing import Final
 
 import msgspec
 
-from service.engine import LayerInfo, MoERequest
+from service.engine import AttentionInfo, AttentionRequest, LayerInfo, MoERequest
 
-__all__ = ["Arena", "ArenaError", "ArenaRef", "Layout", "arena_bytes", "layout_of"]
+__all__ = [
+    "ATTENTION_OUTPUTS",
+    "Arena",
+    "ArenaError",
+    "ArenaRef",
+    "Layout",
+    "arena_bytes",
+    "attention_parts",
+    "layout_of",
+    "moved",
+]
 
 FOLDER: Final = "/dev/shm"
 ALIGN: Final = 64
+ATTENTION_OUTPUTS: Final = (
+    "residual",
+    "queries",
+    "absorbed",
+    "index_weights",
+    "logits",
+    "latent_rows",
+    "index_rows",
+)
 
 
 class ArenaError(RuntimeError):
@@ -79,6 +98,38 @@ def layout_of(request: MoERequest, layer: LayerInfo) -> Layout:
     return Layout(0, at, hidden, scales, ids, weights, output)
 
 
+def attention_parts(
+    request: AttentionRequest, info: AttentionInfo
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """(offset, bytes) of an attention-pre request's tensors by name, and the bytes of all.
+
+    ``x``, ``residual_in``, perhaps ``positions`` and ``upload``, and ``ATTENTION_OUTPUTS``, the
+    rows of the caches among them only if asked for.
+    """
+    n = request.num_tokens
+    sizes = {
+        "x": request.hidden.nbytes,
+        "residual_in": request.residual.nbytes,
+        "residual": n * info.hidden * 2,
+        "queries": n * info.num_heads * info.head_dim * 2,
+        "absorbed": n * info.num_heads * info.kv_lora * 2,
+        "index_weights": n * info.index_heads * 4,
+        "logits": n * request.num_keys * 4,
+    }
+    if request.positions is not None:
+        sizes["positions"] = request.positions.nbytes
+    if request.upload is not None:
+        sizes["upload"] = request.upload[1].nbytes
+    if request.rows:
+        sizes |= {"latent_rows": n * info.latent_row_bytes, "index_rows": n * info.index_row_bytes}
+    parts: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, nbytes in sizes.items():
+        parts[name] = (at, nbytes)
+        at += _up(nbytes)
+    return parts, at
+
+
 def moved(layout: Layout, begin: int) -> Layout:
     """The same layout in a block that begins elsewhere."""
 
@@ -100,6 +151,11 @@ def arena_bytes(layer: LayerInfo, queue_tokens: int, queue_requests: int) -> int
     """Bytes for the fullest queue, and a quarter more against fragmentation."""
     per_token = 2 * layer.hidden * 2 + layer.num_groups * 4 + layer.topk * 8
     need = queue_tokens * per_token + queue_requests * 5 * ALIGN
+    if (info := layer.attention) is not None:
+        rows = 2 * (3 * info.hidden + info.num_heads * (info.head_dim + info.kv_lora))
+        rows += 4 * (info.index_heads + info.max_keys) + info.latent_row_bytes
+        # Two of the largest requests, or many usual ones.
+        need += 2 * (info.max_tokens * (rows + 256) + info.max_keys * info.index_row_bytes)
     return -(-(need + need // 4) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

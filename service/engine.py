@@ -13,6 +13,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 __all__ = [
+    "AttentionInfo",
+    "AttentionRequest",
+    "AttentionResult",
     "Engine",
     "EngineBusy",
     "EngineFault",
@@ -78,6 +81,44 @@ class Segments:
             at += part.nbytes
 
 
+class AttentionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The attention-pre layer that rank 0 holds beside its part of the MoE layer.
+
+    Attributes:
+        name: what it is, for people.
+        hidden: H, columns of a token.
+        num_heads: N, main heads.
+        head_dim: D, columns of a main head.
+        kv_lora: Lkv, columns of the key/value latent.
+        index_heads: I.
+        latent_row_bytes: of a key in the latent cache.
+        num_pages: pages of 64 keys in each cache.
+        max_tokens: new tokens of one request.
+        backend: ``"cpu"`` or ``"cuda"``.
+    """
+
+    name: str
+    hidden: int
+    num_heads: int
+    head_dim: int
+    kv_lora: int
+    index_heads: int
+    latent_row_bytes: int
+    num_pages: int
+    max_tokens: int
+    backend: str
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest sequence: all pages."""
+        return self.num_pages * 64
+
+    @property
+    def index_row_bytes(self) -> int:
+        """Of a key in the index cache: 128 codes and an FP32 scale."""
+        return 132
+
+
 class LayerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The layer that a group of ranks holds.
 
@@ -94,6 +135,7 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True):
         has_router: whether the layer can choose routes itself.
         backend: ``"cpu"`` or ``"cuda"``.
         ring_blocks: capacity of the L1 and L2 ring of a rank, in blocks.
+        attention: the attention-pre layer beside it, if there is one.
     """
 
     name: str
@@ -108,6 +150,7 @@ class LayerInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_router: bool
     backend: str
     ring_blocks: tuple[int, int]
+    attention: AttentionInfo | None = None
 
     @property
     def capacity(self) -> int:
@@ -141,6 +184,42 @@ class MoERequest:
     topk_weights: memoryview | None = None
     deadline: float = float("inf")
     routes: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionRequest:
+    """Checked input of one attention-pre request; B requests of the layer in one.
+
+    Attributes:
+        generation: group of ranks whose pages these are.
+        num_tokens: M >= 1, rows of all B.
+        hidden: [M, H] BF16.
+        residual: [M, H] BF16.
+        new_tokens: B counts; their sum is M.
+        context_lens: B key counts, the new ones included.
+        block_table: B lists of pages of the ranks' caches.
+        positions: [M] int32, or None for each token's place among its keys.
+        upload: pages to fill before the call, and their bytes [len, 64 * 132].
+        rows: whether the rows that the call wrote to the caches are part of the answer.
+        deadline: ``time.monotonic()`` after which it need not start.
+    """
+
+    generation: int
+    num_tokens: int
+    hidden: Segments
+    residual: Segments
+    new_tokens: list[int]
+    context_lens: list[int]
+    block_table: list[list[int]]
+    positions: memoryview | None = None
+    upload: tuple[list[int], Segments] | None = None
+    rows: bool = False
+    deadline: float = float("inf")
+
+    @property
+    def num_keys(self) -> int:
+        """Columns of the scores: keys of the longest."""
+        return max(self.context_lens)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +258,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             as above.
         spans: timeline of the step.
         started: when it began, ``time.monotonic()`` of this machine.
+        model: whose step it was.
     """
 
     step: int
@@ -193,6 +273,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     backpressure: tuple[tuple[int, int], ...] = ()
     spans: tuple[Span, ...] = ()
     started: float = 0.0
+    model: str = "moe"
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -258,6 +339,26 @@ class MoEResult:
 
 
 @dataclass(slots=True, kw_only=True)
+class AttentionResult:
+    """Answer to one attention-pre request; buffers are valid until ``release`` is called once.
+
+    Attributes:
+        tensors: ``residual`` BF16 [M, H], ``queries`` BF16 [M, N, D], ``absorbed`` BF16
+            [M, N, Lkv], ``index_weights`` FP32 [M, I], ``logits`` FP32 [M, keys]; if asked for,
+            ``latent_rows`` and ``index_rows``, bytes of the new keys in the caches.
+        queue_s, host_s, kernel_s, step, step_tokens: see ``MoEResult``.
+    """
+
+    tensors: dict[str, memoryview]
+    queue_s: float = 0.0
+    host_s: float = 0.0
+    kernel_s: float = 0.0
+    step: int = 0
+    step_tokens: int = 0
+    release: Callable[[], None] = _nothing
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineStatus:
     """Where the engine stands now.
 
@@ -310,6 +411,10 @@ class Engine(Protocol):
             EngineUnavailable: no group serves, or it broke meanwhile.
             RequestExpired: the request's deadline passed in the queue.
         """
+        ...
+
+    async def run_attention(self, request: AttentionRequest) -> AttentionResult:
+        """Executes one attention-pre request; as ``run_moe``."""
         ...
 
     def begin_drain(self) -> None:

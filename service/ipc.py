@@ -7,7 +7,7 @@ one clock for all processes of a machine.
     HTTP process                      rank 0                        rank r
       <- Hello, SignOfLife, Fault -----+-----------------------------+
       -> Welcome ----------------------+-----------------------------+
-      -> Submit, Cancel, Stop ---------+
+      -> Submit…, Cancel, Stop --------+
       <- Done, Dropped, Stepped -------+
                                        -> Plan, Stop ----------------+
                                        <- Report --------------------+
@@ -45,6 +45,7 @@ __all__ = [
     "Stepped",
     "Stop",
     "Submit",
+    "SubmitAttention",
     "ToRank",
     "Welcome",
     "bind",
@@ -90,6 +91,20 @@ class Submit(Message, frozen=True):
     deadline: float
 
 
+class SubmitAttention(Message, frozen=True):
+    """To rank 0: one request of its attention-pre layer. ``parts``: see ``attention_parts``."""
+
+    request: int
+    num_tokens: int
+    new_tokens: list[int]
+    context_lens: list[int]
+    block_table: list[list[int]]
+    upload: list[int]
+    parts: dict[str, tuple[int, int]]
+    submitted: float
+    deadline: float
+
+
 class Cancel(Message, frozen=True):
     """To rank 0: nobody waits for this request any more."""
 
@@ -100,7 +115,7 @@ class Stop(Message, frozen=True):
     """To rank 0, and from it to all: finish the queue, then exit with status 0."""
 
 
-ToRank = Welcome | Submit | Cancel | Stop
+ToRank = Welcome | Submit | SubmitAttention | Cancel | Stop
 
 # ------------------------------------------------------------------ ranks -> HTTP process
 

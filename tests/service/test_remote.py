@@ -323,7 +323,7 @@ def test_a_rank_whose_connection_ends_first_is_lost_all_the_same():
 
 
 def test_a_group_that_stands_still_is_found_and_the_silent_rank_named(monkeypatch):
-    monkeypatch.setattr("service.remote.SILENCE_S", 0.4)
+    monkeypatch.setattr("service.group.SILENCE_S", 0.4)
 
     async def main():
         async with serving(progress_timeout_s=0.8) as (engine, group):
