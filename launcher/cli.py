@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import typer
 
-from launcher import bench_moe, bench_pdl_chain, demo, doctor, plan, run, serve, stress
+from launcher import (
+    bench_moe,
+    bench_pdl_chain,
+    demo,
+    doctor,
+    estimate,
+    plan,
+    run,
+    serve,
+    stress,
+    trace_moe,
+)
 
 __all__ = ["app"]
 
@@ -24,11 +35,16 @@ app.command("serve")(serve.command)
 app.command("stress")(stress.command)
 app.command("doctor")(doctor.command)
 app.add_typer(plan.app, name="plan")
+app.add_typer(estimate.app, name="estimate")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
 bench.command("moe")(bench_moe.command)
 bench.command("pdl-chain")(bench_pdl_chain.command)
 app.add_typer(bench, name="bench")
+
+trace = typer.Typer(help="Record what happens inside a call.", no_args_is_help=True)
+trace.command("moe")(trace_moe.command)
+app.add_typer(trace, name="trace")
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,347 @@
+"""``megamoe estimate``: what a machine could do, from formulas whose sources are printed with them.
+
+Everything here is a model. Measured times are in ``benchmarks/results`` and come from
+``megamoe bench``; ``estimate moe --against`` prints the model's error on such rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from launcher.console import (
+    DebugFlag,
+    JsonFlag,
+    errors_to_exit,
+    print_json,
+    report,
+    stdout,
+    table,
+)
+from megamoe.errors import SpecError
+from megamoe.spec import MAX_RANKS, MODELS, MoESpec
+
+if TYPE_CHECKING:
+    from launcher.estimates import Figure, Machine
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Models of time: kernel gaps, overlap bound, roofline, a layer at any EP size.",
+    no_args_is_help=True,
+)
+
+_LABEL: Final = "a model, not a measurement"
+_Model = Annotated[str, typer.Option(help=f"A published layer: {', '.join(MODELS)}.")]
+_Experts = Annotated[
+    int,
+    typer.Option(min=0, help="Experts, copies included, so that R divides them; 0: the model's."),
+]
+_Ranks = Annotated[str, typer.Option(help=f"EP sizes of 1..{MAX_RANKS}, like 1,2,8.")]
+_Tokens = Annotated[str, typer.Option(help="Tokens per rank, like 8,64,512.")]
+_Link = Annotated[float, typer.Option(help="Link GB/s into a GPU, and out, at once; 0: H200's.")]
+_Tflops = Annotated[float, typer.Option(help="TFLOPS of FP8 grouped GEMMs; 0: H200's.")]
+_Read = Annotated[float, typer.Option(help="TB/s read from memory; 0: H200's.")]
+
+
+@app.command("gaps")
+def gaps(
+    model: Annotated[
+        str, typer.Option(help="A dense decoder: qwen3-0.6b or qwen3-8b; or give --kernels.")
+    ] = "qwen3-0.6b",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(help="JSON or CSV of kernels: name, bytes or us, count."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of the decode step.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Keys per sequence.")] = 1024,
+    bandwidth: Annotated[float, typer.Option(help="TB/s that a kernel of the list reaches.")] = 4.70
+    * 0.85,
+    gap: Annotated[
+        list[float] | None, typer.Option(help="Other gaps in µs, as in a graph. May be repeated.")
+    ] = None,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """The part of a decode step that lies between its kernels, by the way they are launched."""
+    with errors_to_exit(debug=debug):
+        from launcher.estimate_gaps import (
+            DECODERS,
+            WAYS,
+            Way,
+            decode_kernels,
+            gap_estimate,
+            own_time_us,
+            read_kernels,
+        )
+
+        if kernels is not None:
+            name, work = str(kernels), read_kernels(kernels)
+        elif model in DECODERS:
+            name = f"{model}, batch {batch}, {context} keys"
+            work = decode_kernels(DECODERS[model], batch, context)
+        else:
+            raise SpecError(
+                f"--model {model}: must be one of {', '.join(DECODERS)}; or give --kernels FILE"
+            )
+        rate = bandwidth * 1e12
+        ways = [*WAYS, *(Way(f"gap {us:g} µs", us, 0.0, "--gap") for us in gap or [])]
+        found = [gap_estimate(work, rate, way) for way in ways]
+        short = sum(k.count for k in work if own_time_us(k, rate) < 1.0)
+        formula = "total = max(sum of bytes / bandwidth + n·gap, n·launch)"
+        if as_json:
+            print_json(
+                {
+                    "label": _LABEL,
+                    "name": name,
+                    "bandwidth_tbs": bandwidth,
+                    "kernels_under_1_us": short,
+                    "formula": formula,
+                    "ways": [e.to_dict() for e in found],
+                }
+            )
+            return
+        shown = table(
+            f"{name}: {found[0].kernels} kernels, {short} of them under 1 µs ({_LABEL})",
+            "launched",
+            "kernels µs",
+            "gaps µs",
+            "host µs",
+            "step µs",
+            "not kernels",
+            "bound by",
+        )
+        for e in found:
+            values = (e.data_us, e.gaps_us, e.host_us, e.total_us)
+            shown.add_row(e.way, *(f"{v:.0f}" for v in values), f"{e.share:.0%}", e.bound)
+        stdout.print(shown)
+        report(f"{formula}; {bandwidth:.2f} TB/s")
+        for source in dict.fromkeys(e.source for e in found):
+            ways_of = ", ".join(e.way for e in found if e.source == source)
+            report(f"{ways_of}: {source}", style="dim")
+
+
+@app.command("overlap")
+def overlap(
+    model: _Model = "v4-pro",
+    ranks: _Ranks = "2,8,72",
+    link_gbs: _Link = 0.0,
+    tflops: _Tflops = 0.0,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Whether a layer's communication can hide behind its arithmetic: C/B against V_comp/V_comm."""
+    with errors_to_exit(debug=debug):
+        from launcher.estimates import overlap as bound
+
+        spec, machine = _spec(model), _machine(link_gbs, tflops, 0.0)
+        sizes = _numbers("--ranks", ranks, MAX_RANKS)
+        columns = {r: bound(spec, r, machine) for r in sizes}
+        _show(f"{model} on {machine.name}", "EP", columns, as_json=as_json)
+
+
+@app.command("roofline")
+def roofline(
+    model: _Model = "v4-pro",
+    experts: _Experts = 0,
+    ranks: Annotated[int, typer.Option(help="EP size.")] = 8,
+    tokens: _Tokens = "8,64,512,1024,4096,8192",
+    link_gbs: _Link = 0.0,
+    tflops: _Tflops = 0.0,
+    read_tbs: _Read = 0.0,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Three lower bounds of a call (arithmetic, weights, link) and the largest of them."""
+    with errors_to_exit(debug=debug):
+        from launcher.estimates import load
+        from launcher.estimates import roofline as bounds
+
+        spec, machine = _spec(model, experts), _machine(link_gbs, tflops, read_tbs)
+        counts = _numbers("--tokens", tokens, 1 << 24)
+        columns = {t: bounds(load(spec, ranks, t), machine) for t in counts}
+        _show(f"{model}, EP{ranks} on {machine.name}", "T", columns, as_json=as_json)
+
+
+@app.command("moe")
+def moe(
+    model: _Model = "v4-pro",
+    experts: _Experts = 0,
+    ranks: _Ranks = "1,2,4,8,16,32,64",
+    tokens: _Tokens = "8,64,512,1024,4096,8192",
+    imbalance: Annotated[
+        float, typer.Option(help="Rows of the busiest rank over the mean of ranks.")
+    ] = 1.0,
+    link_gbs: _Link = 0.0,
+    tflops: _Tflops = 0.0,
+    read_tbs: _Read = 0.0,
+    against: Annotated[
+        Path | None, typer.Option(help="A result file: print the model beside its rows.")
+    ] = None,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="Fit the coefficients to --against first.")
+    ] = False,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Modelled time of an MoE layer for any EP size and link speed, phase by phase."""
+    with errors_to_exit(debug=debug):
+        from launcher.estimate_layer import FITTED, fit, predict
+
+        machine = _machine(link_gbs, tflops, read_tbs)
+        rows = None if against is None else _rows(against)
+        if refit and rows is None:
+            raise SpecError("--refit needs --against FILE to fit to")
+        coefficients = fit(rows, machine) if refit and rows is not None else FITTED
+        if rows is not None:
+            _show_error(rows, machine, coefficients, str(against), as_json=as_json)
+            return
+        spec = _spec(model, experts)
+        sizes = _numbers("--ranks", ranks, MAX_RANKS)
+        counts = _numbers("--tokens", tokens, 1 << 24)
+        found = {
+            r: {t: predict(spec, r, t, machine, coefficients, imbalance) for t in counts}
+            for r in sizes
+        }
+        if as_json:
+            print_json(
+                {
+                    "label": _LABEL,
+                    "model": model,
+                    "machine": vars(machine),
+                    "coefficients": vars(coefficients),
+                    "imbalance": imbalance,
+                    "rows": [
+                        {"ranks": r, "tokens": t, **p.to_dict()}
+                        for r, of_size in found.items()
+                        for t, p in of_size.items()
+                    ],
+                }
+            )
+            return
+        shown = table(
+            f"{model} on {machine.name}, µs a call and fraction of the floor ({_LABEL})",
+            "tokens per rank",
+            *(f"EP{r}" for r in sizes),
+        )
+        for t in counts:
+            cells = (found[r][t] for r in sizes)
+            shown.add_row(
+                str(t), *(f"{p.total_us:.0f} ({p.floor_us / p.total_us:.2f})" for p in cells)
+            )
+        stdout.print(shown)
+        _print_sources(found[sizes[0]][counts[0]].phases)
+        report(f"fitted: {coefficients}; --against FILE prints its error on measured rows")
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _spec(model: str, experts: int = 0) -> MoESpec:
+    if model not in MODELS:
+        raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
+    spec = replace(MODELS[model], num_shared=0)
+    return replace(spec, num_experts=experts) if experts else spec
+
+
+def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:
+    """The H200 with what the user knows better."""
+    from launcher.estimates import H200
+
+    given = {"link": link_gbs * 1e9, "flops": tflops * 1e12, "read": read_tbs * 1e12}
+    changed = {k: v for k, v in given.items() if v}
+    if not changed:
+        return H200
+    options = ", ".join(f"{k} {v:.3g}/s" for k, v in changed.items())
+    return replace(
+        H200, name=f"H200 with {options}", source=f"given: {options}; else {H200.source}", **changed
+    )
+
+
+def _numbers(option: str, text: str, most: int) -> list[int]:
+    parts = [p.strip() for p in text.split(",")]
+    if not all(p.isdigit() and 1 <= int(p) <= most for p in parts):
+        raise SpecError(f"{option} {text}: write numbers of 1..{most}, like 1,2,8")
+    return [int(p) for p in parts]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(path.read_text())["rows"]
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise SpecError(f"{path} is no result file of `megamoe bench moe`: {e!r}") from e
+    assert isinstance(found, list)
+    return found
+
+
+def _show(title: str, head: str, columns: dict[int, list[Figure]], *, as_json: bool) -> None:
+    """Figures by column: EP size or token count."""
+    if as_json:
+        by_column = {str(k): [_finite(f.to_dict()) for f in v] for k, v in columns.items()}
+        print_json({"label": _LABEL, "name": title, "by": head, "figures": by_column})
+        return
+    shown = table(f"{title} ({_LABEL})", "", "unit", *(f"{head} {k}" for k in columns))
+    first = next(iter(columns.values()))
+    for i, figure in enumerate(first):
+        shown.add_row(figure.name, figure.unit, *(f"{c[i].value:,.4g}" for c in columns.values()))
+    stdout.print(shown)
+    _print_sources(first)
+
+
+def _finite(figure: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null, where nothing goes over the link."""
+    return figure if math.isfinite(figure["value"]) else {**figure, "value": None}
+
+
+def _print_sources(figures: list[Figure]) -> None:
+    for figure in figures:
+        report(f"{figure.name} = {figure.formula}")
+    for source in dict.fromkeys(f.source for f in figures):
+        names = ", ".join(f.name for f in figures if f.source == source)
+        report(f"{names}: {source}", style="dim")
+
+
+def _show_error(
+    rows: list[dict[str, Any]], machine: Machine, coefficients: Any, name: str, *, as_json: bool
+) -> None:
+    from launcher.estimate_layer import moe_error
+
+    errors = moe_error(rows, machine, coefficients)
+    if not errors:
+        raise SpecError(f"{name} has no uniform rows with a time")
+    rms = math.sqrt(sum(e["error"] ** 2 for e in errors) / len(errors))
+    worst = max(errors, key=lambda e: abs(e["error"]))
+    if as_json:
+        print_json(
+            {
+                "label": _LABEL,
+                "coefficients": vars(coefficients),
+                "rows": errors,
+                "rms_error": round(rms, 4),
+                "worst_error": worst["error"],
+            }
+        )
+        return
+    shown = table(
+        f"the model beside {name}",
+        "layer",
+        "EP",
+        "experts",
+        "tokens",
+        "measured µs",
+        "model µs",
+        "error",
+    )
+    for e in errors:
+        shown.add_row(
+            e["model"],
+            *(str(e[k]) for k in ("ranks", "experts", "tokens", "measured_us", "model_us")),
+            f"{e['error']:+.1%}",
+        )
+    stdout.print(shown)
+    report(f"error: {rms:.1%} root mean square, {worst['error']:+.1%} worst; {coefficients}")
