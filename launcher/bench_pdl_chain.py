@@ -36,7 +36,10 @@ _MOST_LAYERS: Final = 900
 
 def command(
     layers: Annotated[int, typer.Option(help="Kernels of a forward, 2 to 900.")] = 200,
-    elements: Annotated[int, typer.Option(min=1, help="Floats of an activation.")] = 1 << 14,
+    elements: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Floats of an activation, 16384 unless given. May be repeated."),
+    ] = None,
     trigger: Annotated[
         str, typer.Option(help="Where the next kernel is let in: end, start or both.")
     ] = "both",
@@ -53,11 +56,17 @@ def command(
         if not 2 <= layers <= _MOST_LAYERS:
             raise SpecError(f"--layers {layers}: must be in 2..{_MOST_LAYERS}")
         triggers = cast("list[Trigger]", ["end", "start"] if trigger == "both" else [trigger])
-        rows = [r for t in triggers for r in measure(layers, elements, seed, t, samples)]
+        sizes = elements or [1 << 14]
+        rows = [
+            row
+            for size in sizes
+            for early in triggers
+            for row in measure(layers, size, seed, early, samples)
+        ]
         from launcher.meta import run_meta
 
         typed = " ".join(["megamoe bench pdl-chain", *sys.argv[3:]])
-        meta = run_meta(command=typed, layers=layers, elements=elements, seed=seed)
+        meta = run_meta(command=typed, layers=layers, seed=seed, samples=samples)
         found = {"meta": meta, "rows": rows}
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +108,7 @@ def measure(
         wrong = np.flatnonzero(got != plain.expected)
         row: dict[str, Any] = {
             "mode": mode.name,
+            "elements": elements,
             "trigger": trigger if mode.pdl else None,
             "bitwise_equal": wrong.size == 0,
             "edges": launch.edges,
@@ -145,8 +155,9 @@ def _state(launch: Any) -> dict[str, Any]:
 def _print(found: dict[str, Any]) -> None:
     meta, rows = found["meta"], found["rows"]
     shown = table(
-        f"{meta['layers']} kernels of {meta['elements']} floats on {meta['gpu']}, µs",
+        f"{meta['layers']} kernels on {meta['gpu']}, µs",
         "mode",
+        "floats",
         "trigger",
         "CPU's bits",
         "GPU span",
@@ -160,11 +171,12 @@ def _print(found: dict[str, Any]) -> None:
     )
     for row in rows:
         if "span_us" not in row:
-            shown.add_row(row["mode"], row["trigger"] or "", "no")
+            shown.add_row(row["mode"], str(row["elements"]), row["trigger"] or "", "no")
             continue
         stamped = row["stamped"]
         shown.add_row(
             row["mode"],
+            str(row["elements"]),
             row["trigger"] or "",
             "yes" if row["bitwise_equal"] else "no",
             f"{row['span_us']:.1f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,9 +67,12 @@ def _git(*args: str) -> str | None:
 
 def _driver() -> str | None:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
         return None
+    # "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build …"
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", line)
+    return version and version.group()
 
 
 def _cpu_model() -> str:
