@@ -1,0 +1,424 @@
+"""Traces of the MoE kernel: what they must obey, what they say, and their Chrome/Perfetto form.
+
+``trace_problems`` checks a trace, ``trace_figures`` sums it up, ``ring_depth`` follows a ring, and
+``chrome_trace`` writes it for ui.perfetto.dev (source: the "Trace Event Format" document). A trace
+is of one rank (``MoELayer.trace``); times are nanoseconds of that rank's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megamoe.backends.trace import LayerTrace
+
+__all__ = [
+    "RINGS",
+    "MeteredSample",
+    "Ring",
+    "chrome_trace",
+    "communication_spans",
+    "compute_spans",
+    "ring_depth",
+    "trace_figures",
+    "trace_problems",
+    "union_ns",
+]
+
+Spans = NDArray[np.int64]
+"""[N, 2]: begin, end in ns."""
+Ring = Literal["l1", "l2"]
+RINGS: Final[tuple[Ring, ...]] = ("l1", "l2")
+MeteredSample = tuple[float, Mapping[str, float]]
+"""Seconds after the call's end (before it: negative), and values as ``telemetry.Reading`` has."""
+
+_SHOWN: Final = 5
+_ROLE_SLOTS: Final = 8  # thread ids of a unit in the Chrome form
+_COUNTERS: Final = (
+    ("power_watts", "board power, W", 1.0),
+    ("sm_clock_hertz", "SM clock, MHz", 1e-6),
+    ("temperature_celsius", "temperature, °C", 1.0),
+)
+
+
+# ---------------------------------------------------------------- what a trace must obey
+
+
+def trace_problems(trace: LayerTrace) -> list[str]:
+    """What is wrong with a trace, in words; empty if it is sound.
+
+    Checked: kinds and roles exist; stamps are set and no event ends before it begins; events of a
+    track nest or do not touch; every tile is computed once, scattered once and announced once;
+    every row arrives once; no tile ends before its inputs are announced; no ring holds more blocks
+    than it has; all tokens are combined. Dropped events are a problem of their own, and leave out
+    what counts events.
+    """
+    events = trace.events
+    found = [*_stamp_problems(trace)]
+    if found:
+        return found
+    found += _nesting_problems(trace)
+    if dropped := int(trace.dropped.sum()):
+        return [*found, f"{dropped} events did not fit into their tracks"]
+    if len(events):
+        found += _accounting_problems(trace)
+    if not found and len(events):
+        found += _order_problems(trace)
+    return found
+
+
+def _stamp_problems(trace: LayerTrace) -> Iterator[str]:
+    events = trace.events
+    for field, limit in (("kind", len(trace.kinds)), ("role", len(trace.roles))):
+        bad = events[events[field] >= limit]
+        if len(bad):
+            yield f"{len(bad)} events of {field} {bad[0][field]}: must be below {limit}"
+    if len(events) and not events["begin"].all():
+        yield f"{int((events['begin'] == 0).sum())} events have no begin"
+    bad = events[events["end"] < events["begin"]]
+    for event in bad[:_SHOWN]:
+        early = event["begin"] - event["end"]
+        yield f"unit {event['unit']}: an event ends {early} ns before it begins"
+
+
+def _nesting_problems(trace: LayerTrace) -> Iterator[str]:
+    shown = 0
+    track: tuple[int, int] | None = None
+    open_ends: list[int] = []
+    columns = ("unit", "role", "begin", "end", "kind")
+    for unit, role, begin, end, kind in zip(
+        *(trace.events[name].tolist() for name in columns), strict=True
+    ):
+        if (unit, role) != track:
+            track, open_ends = (unit, role), []
+        while open_ends and open_ends[-1] <= begin:
+            open_ends.pop()
+        if open_ends and end > open_ends[-1]:
+            yield (
+                f"unit {unit}, {trace.roles[role]}: {trace.kinds[kind]} ends {end - open_ends[-1]} "
+                "ns after the event that it began in"
+            )
+            shown += 1
+            if shown == _SHOWN:
+                return
+        open_ends.append(end)
+
+
+def _tiles(trace: LayerTrace, kind: str) -> NDArray[np.int64]:
+    """[N, 2]: block and column."""
+    events = trace.of(kind)
+    return np.stack([events["a"], events["b"]], -1).astype(np.int64)
+
+
+def _num_blocks(trace: LayerTrace) -> int:
+    events = trace.of("rows")
+    return int(events["a"].max()) + 1 if len(events) else 0
+
+
+def _accounting_problems(trace: LayerTrace) -> Iterator[str]:
+    blocks = _num_blocks(trace)
+    columns = {"linear1": trace.l1_tiles, "publish1": trace.l1_tiles}
+    columns |= dict.fromkeys(("linear2", "scatter", "publish2"), trace.l2_tiles)
+    if len(trace.of("activate")):
+        columns["activate"] = trace.l1_tiles
+    for kind, width in columns.items():
+        tiles = _tiles(trace, kind)
+        if len(tiles) and (tiles.max(0) >= (blocks, width)).any():
+            yield f"{kind}: tile {tiles.max(0).tolist()} of {blocks} blocks of {width} columns"
+            continue
+        count = np.zeros((blocks, width), np.int64)
+        np.add.at(count, (tiles[:, 0], tiles[:, 1]), 1)
+        for block, column in np.argwhere(count != 1)[:_SHOWN].tolist():
+            yield f"{kind}: tile {column} of block {block} comes {count[block, column]} times"
+    rows = trace.of("rows")
+    per_block = np.bincount(rows["a"], rows["b"], minlength=blocks).astype(np.int64)
+    for (block,) in np.argwhere(per_block != trace.block_m)[:_SHOWN].tolist():
+        yield f"block {block} has had {per_block[block]} rows: must be {trace.block_m}"
+    asked, first = int(trace.of("pull")["b"].sum()), trace.of("linear1")
+    computed = int(first["c"][first["b"] == 0].sum())
+    if not asked == len(rows) == computed:
+        yield f"{asked} rows are pulled, {len(rows)} arrive, {computed} are computed"
+    combined = int(trace.of("combine")["b"].sum())
+    if combined != trace.num_tokens:
+        yield f"{combined} tokens are combined: must be {trace.num_tokens}"
+
+
+def _per_block(events: NDArray[Any], field: str, blocks: int, reduce: np.ufunc) -> Any:
+    start = 0 if reduce is np.maximum else np.iinfo(np.int64).max
+    out = np.full(blocks, start, np.int64)
+    reduce.at(out, events["a"].astype(np.int64), events[field].astype(np.int64))
+    return out
+
+
+def _order_problems(trace: LayerTrace) -> Iterator[str]:
+    blocks = _num_blocks(trace)
+    for maker, field, user in (("rows", "begin", "linear1"), ("publish1", "begin", "linear2")):
+        ready = _per_block(trace.of(maker), field, blocks, np.maximum)
+        first = _per_block(trace.of(user), "end", blocks, np.minimum)
+        for (block,) in np.argwhere(first < ready)[:_SHOWN].tolist():
+            yield (
+                f"block {block}: a {user} tile ends {ready[block] - first[block]} ns before the "
+                f"last {maker}"
+            )
+    for ring, capacity in zip(RINGS, (trace.ring_l1, trace.ring_l2), strict=True):
+        _, depth = ring_depth(trace, ring)
+        if len(depth) and depth.max() > capacity:
+            yield f"the {ring} ring holds {depth.max()} blocks: it has {capacity}"
+
+
+# ---------------------------------------------------------------- what a trace says
+
+
+def ring_depth(trace: LayerTrace, ring: Ring) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks in a ring over time, as the published events tell it.
+
+    A block is in the L1 ring from its first row's arrival to its last Linear 1 tile, and in the L2
+    ring from its first Linear 1 tile's end to its last Linear 2 tile.
+
+    Returns:
+        Times in ns, ascending, and the depth from then on.
+    """
+    blocks = _num_blocks(trace)
+    enter, leave = ("rows", "publish1") if ring == "l1" else ("linear1", "publish2")
+    came = _per_block(trace.of(enter), "end", blocks, np.minimum)
+    went = _per_block(trace.of(leave), "begin", blocks, np.maximum)
+    times = np.concatenate([went, came])  # at equal stamps blocks leave first
+    step = np.concatenate([np.full(blocks, -1), np.full(blocks, 1)])
+    order = np.argsort(times, kind="stable")
+    return times[order], np.cumsum(step[order])
+
+
+def union_ns(spans: Spans) -> Spans:
+    """Disjoint spans that cover the same time."""
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        return spans
+    spans = spans[np.argsort(spans[:, 0])]
+    reach = np.maximum.accumulate(spans[:, 1])
+    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] > reach[:-1]]))
+    ends = np.concatenate([starts[1:] - 1, [len(spans) - 1]])
+    return np.stack([spans[starts, 0], reach[ends]], -1)
+
+
+def _length(spans: Spans) -> int:
+    return int((spans[:, 1] - spans[:, 0]).sum())
+
+
+def _both(left: Spans, right: Spans) -> int:
+    """What two unions share, in ns."""
+    joined = union_ns(np.concatenate([left, right]))
+    return _length(left) + _length(right) - _length(joined)
+
+
+def _spans(events: NDArray[Any]) -> Spans:
+    return np.stack([events["begin"], events["end"]], -1).astype(np.int64)
+
+
+def compute_spans(trace: LayerTrace) -> tuple[NDArray[np.int64], Spans]:
+    """When units compute: tiles from when their inputs were there, without the scatter of rows.
+
+    Returns:
+        Units [N], and spans [N, 2].
+    """
+    blocks = _num_blocks(trace)
+    units: list[NDArray[Any]] = []
+    spans: list[Spans] = []
+    for kind, inputs in (("linear1", "rows"), ("linear2", "publish1")):
+        ready = _per_block(trace.of(inputs), "end", blocks, np.maximum)
+        tiles = trace.of(kind)
+        span = _spans(tiles)
+        span[:, 0] = np.maximum(span[:, 0], ready[tiles["a"]])
+        if kind == "linear2":
+            begun = np.zeros((blocks, trace.l2_tiles), np.int64)
+            scatter = trace.of("scatter")
+            begun[scatter["a"], scatter["b"]] = scatter["begin"]
+            span[:, 1] = np.minimum(span[:, 1], begun[tiles["a"], tiles["b"]])
+        units.append(tiles["unit"])
+        spans.append(span)
+    return np.concatenate(units).astype(np.int64), np.concatenate(spans)
+
+
+def communication_spans(trace: LayerTrace) -> Spans:
+    """When rows are pulled or scattered: pulls without their waits for a ring slot, and scatters.
+
+    Returns:
+        Spans [N, 2], of any unit.
+    """
+    pulls, scatters = trace.of("pull"), trace.of("scatter")
+    waits = trace.of("wait")
+    waits = waits[waits["role"] == trace.roles.index("pull")]
+    found = [_spans(scatters)]
+    for unit in np.unique(pulls["unit"]):
+        pulling = union_ns(_spans(pulls[pulls["unit"] == unit]))
+        found.append(_minus(pulling, union_ns(_spans(waits[waits["unit"] == unit]))))
+    return np.concatenate(found)
+
+
+def _minus(left: Spans, right: Spans) -> Spans:
+    """Of a union, what is not in the other."""
+    times = np.concatenate([left[:, 0], right[:, 1], left[:, 1], right[:, 0]])
+    inside = np.repeat([1, 0, -1, 0], [len(left), len(right), len(left), len(right)])
+    outside = np.repeat([0, -1, 0, 1], [len(left), len(right), len(left), len(right)])
+    order = np.argsort(times, kind="stable")
+    keep = (np.cumsum(inside[order]) > 0) & (np.cumsum(outside[order]) <= 0)
+    at = np.flatnonzero(keep[:-1]) if len(keep) else np.zeros(0, np.int64)
+    return np.stack([times[order][at], times[order][at + 1]], -1)
+
+
+def trace_figures(trace: LayerTrace) -> dict[str, Any]:
+    """Sums of a trace, in µs.
+
+    Returns:
+        ``call_us`` from the first event to the last; ``busy_us`` by kind, summed over units;
+        ``wait_us`` by role and awaited word; ``compute_us`` and ``communication_us``, when any unit
+        computes and when any pulls or scatters rows, ``overlapped_us`` of it both; ``overlap``,
+        their share of the communication; ``exposed_us`` when no unit computes; ``math_busy``, the
+        share of all units' time; ``wave_tail_us`` from the first unit's last tile to the last
+        unit's; ``rows_remote`` and ``rows_local``; ``high_water`` of both rings.
+    """
+    events = trace.events
+    if not len(events):
+        return {"call_us": 0.0, "events": 0}
+    us = 1e-3
+    begin, end = int(events["begin"].min()), int(events["end"].max())
+    length = (events["end"] - events["begin"]).astype(np.float64) * us
+    busy = {
+        kind: round(float(length[events["kind"] == i].sum()), 1)
+        for i, kind in enumerate(trace.kinds)
+        if kind not in ("rows", "wait") and bool((events["kind"] == i).any())
+    }
+    waits = events[events["kind"] == trace.kinds.index("wait")]
+    wait: dict[str, float] = {}
+    for role, tag in sorted({(int(w["role"]), int(w["a"])) for w in waits}):
+        mine = waits[(waits["role"] == role) & (waits["a"] == tag)]
+        total = float((mine["end"] - mine["begin"]).sum()) * us
+        wait[f"{trace.roles[role]}: {trace.tags[tag]}"] = round(total, 1)
+    units, spans = compute_spans(trace)
+    compute = union_ns(spans)
+    talk = union_ns(communication_spans(trace))
+    both = _both(compute, talk)
+    per_unit = sum(_length(union_ns(spans[units == unit])) for unit in np.unique(units))
+    tiles = trace.of("linear1", "linear2")
+    last = np.zeros(trace.num_units, np.int64)
+    np.maximum.at(last, tiles["unit"].astype(np.int64), tiles["end"].astype(np.int64))
+    last = last[last > 0]
+    rows = trace.of("rows")
+    remote = int((rows["c"] != trace.rank).sum())
+    depth = {ring: ring_depth(trace, ring)[1] for ring in RINGS}
+    return {
+        "call_us": round((end - begin) * us, 1),
+        "events": len(events),
+        "busy_us": busy,
+        "wait_us": wait,
+        "compute_us": round(_length(compute) * us, 1),
+        "communication_us": round(_length(talk) * us, 1),
+        "overlapped_us": round(both * us, 1),
+        "overlap": round(both / _length(talk), 4) if _length(talk) else None,
+        "exposed_us": round((end - begin - _length(compute)) * us, 1),
+        "math_busy": round(per_unit / (trace.num_units * (end - begin)), 4),
+        "wave_tail_us": round(int(last.max() - last.min()) * us, 1) if len(last) else 0.0,
+        "rows_remote": remote,
+        "rows_local": len(rows) - remote,
+        "high_water": {ring: int(d.max()) if len(d) else 0 for ring, d in depth.items()},
+    }
+
+
+# ---------------------------------------------------------------- Chrome / Perfetto
+
+
+def chrome_trace(
+    traces: Sequence[LayerTrace], samples: Mapping[int, Sequence[MeteredSample]] | None = None
+) -> dict[str, Any]:
+    """Traces of a group's ranks for ui.perfetto.dev or chrome://tracing.
+
+    A process per rank, a thread per unit and role, counter tracks of the rings, power and clocks.
+    GPUs have clocks of their own: theirs are set so that all ranks see the last peer's counts at
+    the same time, which is true to a few microseconds.
+
+    Args:
+        traces: of the ranks, one call.
+        samples: sensor readings by rank, around the call.
+    """
+    exchanged = [int(t.of("exchange")["end"].min()) if len(t.of("exchange")) else 0 for t in traces]
+    own_clocks = any(t.backend == "cuda" for t in traces) and len(traces) > 1
+    shift = [exchanged[0] - at if own_clocks else 0 for at in exchanged]
+    first = min(
+        (
+            int(t.events["begin"].min()) + s
+            for t, s in zip(traces, shift, strict=True)
+            if len(t.events)
+        ),
+        default=0,
+    )
+    out: list[dict[str, Any]] = []
+    for trace, moved in zip(traces, shift, strict=True):
+        zero = first - moved
+        out += _chrome_names(trace)
+        out += _chrome_events(trace, zero)
+        for ring in RINGS:
+            times, depth = ring_depth(trace, ring)
+            name = f"{ring.upper()} ring, blocks"
+            for at, value in zip(times.tolist(), depth.tolist(), strict=True):
+                out.append(_counter(trace.rank, name, (at - zero) / 1e3, value))
+        end = int(trace.events["end"].max()) if len(trace.events) else zero
+        for seconds, values in (samples or {}).get(trace.rank, ()):
+            at_us = (end - zero) / 1e3 + seconds * 1e6
+            for key, name, scale in _COUNTERS:
+                if key in values:
+                    out.append(_counter(trace.rank, name, at_us, values[key] * scale))
+    return {"traceEvents": out, "displayTimeUnit": "ns"}
+
+
+def _chrome_names(trace: LayerTrace) -> Iterator[dict[str, Any]]:
+    rank, unit_name = trace.rank, "SM" if trace.backend == "cuda" else "unit"
+    yield _meta("process_name", rank, 0, {"name": f"rank {rank}"})
+    tracks = np.unique(trace.events[["unit", "role"]])
+    for unit, role in tracks.tolist():
+        thread = unit * _ROLE_SLOTS + role + 1
+        name = f"{unit_name} {unit}: {trace.roles[role]}"
+        yield _meta("thread_name", rank, thread, {"name": name})
+        yield _meta("thread_sort_index", rank, thread, {"sort_index": thread})
+
+
+def _chrome_events(trace: LayerTrace, zero: int) -> Iterator[dict[str, Any]]:
+    arguments = {
+        "pull": ("first", "rows"),
+        "rows": ("block", "rows", "source"),
+        "combine": ("first", "tokens"),
+        **dict.fromkeys(
+            ("linear1", "linear2", "activate", "scatter", "publish1", "publish2"),
+            ("block", "column", "rows"),
+        ),
+    }
+    names = trace.events.dtype.names or ()
+    for values in zip(*(trace.events[name].tolist() for name in names), strict=True):
+        event = dict(zip(names, values, strict=True))
+        kind = trace.kinds[event["kind"]]
+        numbers = (event["a"], event["b"], event["c"])
+        found: dict[str, Any] = {
+            "name": kind,
+            "pid": trace.rank,
+            "tid": event["unit"] * _ROLE_SLOTS + event["role"] + 1,
+            "ts": (event["begin"] - zero) / 1e3,
+        }
+        if kind == "wait":
+            found["name"] = f"wait {trace.tags[numbers[0]]}"
+            found["args"] = {"index": numbers[1]}
+        elif kind in arguments:
+            found["args"] = dict(zip(arguments[kind], numbers, strict=False))
+        if kind == "rows":
+            found |= {"ph": "i", "s": "t"}
+        else:
+            found |= {"ph": "X", "dur": (event["end"] - event["begin"]) / 1e3}
+        yield found
+
+
+def _counter(rank: int, name: str, at_us: float, value: float) -> dict[str, Any]:
+    return {"name": name, "ph": "C", "pid": rank, "tid": 0, "ts": at_us, "args": {"value": value}}
+
+
+def _meta(kind: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}
