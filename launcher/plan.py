@@ -18,6 +18,7 @@ from launcher.console import (
     errors_to_exit,
     human_bytes,
     print_json,
+    report,
     stdout,
     table,
 )
@@ -27,7 +28,7 @@ from megamoe.spec import ATTENTION_MODELS, MAX_RANKS, MODELS, EpConfig, MoESpec,
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["app", "expert_bytes", "plan_moe"]
+__all__ = ["app", "expert_bytes", "peer_window", "plan_moe"]
 
 app = typer.Typer(
     help="What a shape needs: memory by region, rings, instruction plans.", no_args_is_help=True
@@ -44,6 +45,14 @@ _LARGE: Final = (
     "combine",
 )
 """Regions with a row of their own; all others are signals."""
+
+_PEER_MIB: Final = {"v4-flash": 700, "v4-pro": 1113}
+_PEER_RANKS: Final = 8
+_PEER_TOKENS: Final = 8192
+_PEER_SOURCE: Final = (
+    "a fused SM90 kernel with a ring, deepseek-ai/DeepGEMM pull request 440: 700 MiB (Flash) and "
+    "1113 MiB (Pro) per rank at EP8 and 8192 tokens"
+)
 
 
 @app.command("moe")
@@ -84,12 +93,14 @@ def moe(
                 ring_l1_blocks=ring_l1,
                 ring_l2_blocks=ring_l2,
             )
-            plans.append(plan_moe(spec, config, backend))
+            plans.append(plan_moe(spec, config, backend) | peer_window(model, spec, size, tokens))
         if as_json:
             print_json({"model": model, "tokens": tokens, "block_m": block_m, "plans": plans})
             return
         name = model or f"H {spec.hidden}, I {spec.inter}, E {spec.num_experts}, K {spec.topk}"
         stdout.print(_table(f"{name}, at most {tokens} tokens per rank", plans))
+        if plans[0]["peer_ring_bytes"] is not None:
+            report(f"peer: {_PEER_SOURCE}; scaled: {_SCALING}", style="dim")
 
 
 @app.command("attention-pre")
@@ -173,6 +184,32 @@ def plan_moe(spec: MoESpec, config: EpConfig, backend: str) -> dict[str, Any]:
     }
 
 
+_SCALING: Final = "tokens and slots as they are, all else times R/8"
+
+
+def peer_window(model: str | None, spec: MoESpec, ranks: int, tokens: int) -> dict[str, Any]:
+    """Symmetric bytes of a published fused ring kernel for this layer, per rank.
+
+    Returns:
+        ``peer_ring_bytes``: scaled to R: tokens and combine slots do not depend on R; what is left
+        of the published figure is taken as proportional to it. ``peer_ring_bytes_ep8``: as
+        published. Both are None for layers and token counts of which nothing is published.
+    """
+    known = _PEER_MIB.get(model or "")
+    same = known and tokens == _PEER_TOKENS and spec.num_shared == 0 and spec.weight_dtype == "fp8"
+    if known is None or not same:
+        return {"peer_ring_bytes": None, "peer_ring_bytes_ep8": None, "peer_source": None}
+    published = known << 20
+    row = spec.hidden + spec.hidden // 128 * 4
+    fixed = tokens * (row + spec.topk * spec.hidden * 2)
+    scaled = fixed + (published - fixed) * ranks // _PEER_RANKS
+    return {
+        "peer_ring_bytes": scaled,
+        "peer_ring_bytes_ep8": published,
+        "peer_source": f"{_PEER_SOURCE}; scaled: {_SCALING}",
+    }
+
+
 def _recommend(backend: str) -> Callable[[MoESpec, EpConfig], EpConfig]:
     if backend == "cuda":
         from megamoe.backends.cuda import cuda_config
@@ -248,6 +285,8 @@ def _table(title: str, plans: list[dict[str, Any]]) -> Table:
     row("window", *(human_bytes(p["window_bytes"]) for p in plans), style="bold")
     row("window, smallest rings", *(human_bytes(p["window_bytes_min_rings"]) for p in plans))
     row("window, full rings", *(human_bytes(p["window_bytes_full_rings"]) for p in plans))
+    if plans[0].get("peer_ring_bytes") is not None:
+        row("peer's rings, scaled", *(human_bytes(p["peer_ring_bytes"]) for p in plans))
     row("weights", *(human_bytes(p["weight_bytes"]) for p in plans), end_section=True)
     row("ring blocks L1 / L2", *(f"{p['ring_l1_blocks']} / {p['ring_l2_blocks']}" for p in plans))
     row("smallest", *(str(p["min_ring_blocks"]) for p in plans))

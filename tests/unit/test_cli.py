@@ -166,6 +166,26 @@ def test_a_larger_ring_is_what_grows():
     assert grown["combine"] == grown["l2_ring"] == grown["input"] == 0
 
 
+def test_plan_compares_with_a_published_ring_kernel():
+    """Flash: 8192 tokens and their 6 slots are 417 MiB at any EP size; the rest goes with R."""
+    found = plan("--model", "v4-flash", "--ranks", "2,8", "--json")
+    two, eight = json.loads(found.stdout)["plans"]
+    fixed = 8192 * (4096 + 128 + 6 * 4096 * 2)
+    assert eight["peer_ring_bytes"] == eight["peer_ring_bytes_ep8"] == 700 << 20
+    assert two["peer_ring_bytes"] == fixed + ((700 << 20) - fixed) // 4
+    assert eight["window_bytes"] <= eight["peer_ring_bytes"]
+    assert "pull request 440" in plan("--model", "v4-pro").stdout
+    for other in (["--model", "v4-flash", "--tokens", "512"], ["--model", "qwen3-30b"]):
+        assert json.loads(plan(*other, "--json").stdout)["plans"][0]["peer_ring_bytes"] is None
+
+
+@pytest.mark.parametrize("model", ["v4-flash", "v4-pro"])
+def test_windows_of_8192_tokens_are_no_larger_than_the_published_ring_kernels(model):
+    found = plan("--model", model, "--ranks", "4,8", "--json")
+    for p in json.loads(found.stdout)["plans"]:
+        assert p["window_bytes"] <= p["peer_ring_bytes"], p
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
