@@ -114,7 +114,7 @@ def test_broken_traces_are_found_out(sound):
             sound, "rows", -1, **dict.fromkeys(("begin", "end"), int(sound.events["end"].max()))
         ),
         "did not fit": replace(sound, dropped=sound.dropped + 1),
-        "ring holds": replace(sound, ring_l2=1),
+        "ring holds": replace(sound, ring_l1=int(ring_depth(sound, "l1")[1].max()) - 1),
     }
     assert trace_problems(sound) == []
     for words, trace in broken.items():
