@@ -10,6 +10,7 @@
 #include "moe/combine.cuh"
 #include "moe/linear1.cuh"
 #include "moe/linear2.cuh"
+#include "moe/phased.cuh"
 
 namespace megamoe::moe {
 
@@ -120,6 +121,10 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
         __syncwarp();
     }
     if (threadIdx.x == 0) s.call.trace.stamp(kTraceTilesDone);
+    if constexpr (kPhased) {
+        if (threadIdx.x == 0) wait_all_blocks(p, s, Phase::kLinear2);
+        ptx::named_barrier<kMathThreads>(kMathBarrier);
+    }
     combine(p, s);
     if (threadIdx.x == 0) s.call.trace.stamp(kTraceCombined);
 }
