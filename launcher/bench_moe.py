@@ -1,8 +1,12 @@
 """``megamoe bench moe``: the layer's time beside what runs the same work without it.
 
-Every contender is checked against the oracle on a sample of tokens before it is timed; one that is
-wrong gets no time, and the exit code is 1. Figures that a machine cannot give are null, and the
-row's ``reasons`` say why.
+    megamoe bench moe --ranks 2 --tokens 64 --routing zipf
+    megamoe bench moe --ranks 2 --backend cuda --suite required --output moe.json
+
+On CPU ranks the contenders are Hugging Face's experts; on GPUs a public fused kernel, an unfused
+pipeline over NCCL, and its grouped GEMMs alone. Every contender is checked against the oracle on a
+sample of tokens before it is timed; one that is wrong gets no time, and the exit code is 1. Figures
+that a machine cannot give are null, and the row's ``reasons`` say why.
 """
 
 from __future__ import annotations
@@ -40,7 +44,27 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_CONTENDERS: Final = ("hf_grouped_mm", "hf_eager", "hf_eager_fp32")
+_CPU_CONTENDERS: Final = ("hf_grouped_mm", "hf_eager", "hf_eager_fp32")
+_GPU_CONTENDERS: Final = ("peer", "unfused")
+
+_FEW: Final = ("8", "64", "512", "1024", "4096", "8192")
+SUITES: Final[dict[str, list[tuple[str, list[tuple[str, str]]]]]] = {
+    "required": [
+        (
+            "v4-flash",
+            [
+                *((t, "uniform") for t in _FEW),
+                *((t, r) for t in ("128", "4096") for r in ("zipf", "hot_experts")),
+            ],
+        ),
+        (
+            "deepseek-v3",
+            [*((t, "uniform") for t in _FEW), ("128", "all_to_one"), ("4096", "all_to_one")],
+        ),
+        ("v4-pro", [(t, "uniform") for t in ("64", "512", "4096", "8192")]),
+    ],
+}
+"""What a published file of GPU figures holds, by name: cases of (tokens, routing) of each model."""
 
 
 def command(
@@ -57,7 +81,15 @@ def command(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help=f"Contender: {', '.join(_CONTENDERS)}, or none. May be repeated."),
+        typer.Option(
+            help=f"Contender: {', '.join(_CPU_CONTENDERS)} on CPUs, {', '.join(_GPU_CONTENDERS)} "
+            "on GPUs, or none. May be repeated. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help=f"Instead of model, tokens and routing: {', '.join(SUITES)}."),
     ] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Fewer experts than the model has.")
@@ -72,6 +104,10 @@ def command(
     workers: Annotated[
         int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
     ] = 0,
+    sustain: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of calls back to back on GPUs, for power and clocks."),
+    ] = 0.5,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     calls: Annotated[int, typer.Option(min=1, help="Timed calls in a turn.")] = 10,
     turn_s: Annotated[
@@ -88,31 +124,35 @@ def command(
 ) -> None:
     """Time an MoE layer beside its contenders, after checking all of them."""
 
-    def options() -> BenchOptions:
+    def options(group: Group) -> list[BenchOptions]:
+        """One for each model."""
         from launcher.moe_rows import BenchOptions
 
-        return BenchOptions(
-            model=model,
-            spec=_spec(model, experts, weight_dtype),
-            tokens=tokens or ["64"],
-            routing=routing or ["uniform"],
-            against=_against(against),
-            block_m=block_m,
-            ring_blocks=ring_blocks,
-            workers=workers,
-            rounds=rounds,
-            calls=calls,
-            turn_s=turn_s,
-            sample=sample,
-            seed=seed,
-            backend=cast("Backend", backend),
-        )
+        return [
+            BenchOptions(
+                model=name,
+                spec=_spec(name, experts, weight_dtype),
+                cases=cases,
+                against=_against(against, group.device),
+                block_m=block_m,
+                ring_blocks=ring_blocks,
+                workers=workers,
+                sustain=sustain,
+                rounds=rounds,
+                calls=calls,
+                turn_s=turn_s,
+                sample=sample,
+                seed=seed,
+                backend=cast("Backend", backend),
+            )
+            for name, cases in _cases(suite, model, tokens or ["64"], routing or ["uniform"])
+        ]
 
     run_in_group(
         context,
         "launcher.bench_moe",
         ranks,
-        lambda group: _bench(group, options(), output, as_json=as_json),
+        lambda group: _bench(group, options(group), output, as_json=as_json),
         default_ranks=2,
         backend=backend,
         debug=debug,
@@ -127,41 +167,91 @@ def _spec(model: str, experts: int | None, weight_dtype: str) -> MoESpec:
     return spec if experts is None else replace(spec, num_experts=experts)
 
 
-def _against(names: list[str] | None) -> list[str]:
+def _cases(
+    suite: str | None, model: str, tokens: list[str], routing: list[str]
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Models, and cases of (tokens, routing) of each."""
+    if suite is None:
+        return [(model, [(t, r) for t in tokens for r in routing])]
+    if suite not in SUITES:
+        raise SpecError(f"--suite {suite}: must be one of {', '.join(SUITES)}")
+    return SUITES[suite]
+
+
+def _against(names: list[str] | None, device: str) -> list[str]:
+    known = _CPU_CONTENDERS if device == "cpu" else _GPU_CONTENDERS
     if names is None:
-        return list(_CONTENDERS)
+        return list(known)
     if names == ["none"]:
         return []
     for name in names:
-        if name not in _CONTENDERS:
-            raise SpecError(f"--against {name}: must be one of {', '.join(_CONTENDERS)}, or none")
+        if name not in known:
+            where = "CPU ranks" if device == "cpu" else "GPUs"
+            raise SpecError(
+                f"--against {name}: on {where} it must be one of {', '.join(known)}, or none"
+            )
     return names
 
 
-def _bench(group: Group, options: BenchOptions, output: Path | None, *, as_json: bool) -> int:
-    from launcher import moe_rows
-    from launcher.meta import run_meta
-
+def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as_json: bool) -> int:
+    found: dict[str, Any] = {"meta": {}, "rows": []}
     with progress(shown=group.first and not as_json) as bar:
-        rows, backend, device = moe_rows.bench(group, options, bar)
-    ok = all(row["ok"] for row in rows)
+        for of_model in options:
+            before = list(found["rows"])
+
+            def keep(rows: list[dict[str, Any]], before: list[dict[str, Any]] = before) -> None:
+                """Writes what there is, so that a run that is cut off leaves it."""
+                found["rows"] = [*before, *rows]
+                if group.first and output is not None:
+                    _write(output, found)
+
+            if group.device == "cpu":
+                from launcher import moe_rows
+
+                rows, backend, device = moe_rows.bench(group, of_model, bar)
+            else:
+                from launcher import gpu_rows
+
+                rows, backend, device = gpu_rows.bench(group, of_model, bar, keep)
+            found["rows"] = [*before, *rows]
+            found["meta"] = _meta(group, backend, device)
+    ok = all(row["ok"] for row in found["rows"])
     if group.first:
-        typed = " ".join(["megamoe bench moe", f"--ranks {group.num_ranks}", *sys.argv[1:]])
-        meta = run_meta(
-            command=typed,
-            backend=backend,
-            device=device,
-            transformers=_version("transformers"),
-            load_average=[round(load, 2) for load in os.getloadavg()],
-        )
-        found = {"meta": meta, "rows": rows}
         if output is not None:
             _write(output, found)
         if as_json:
             print_json(found)
-        else:
+        elif group.device == "cpu":
             _print(found, output)
+        else:
+            _print_gpu(found, output)
     return 0 if ok else EXIT_WRONG
+
+
+def _meta(group: Group, backend: str, device: str) -> dict[str, Any]:
+    from launcher.meta import run_meta
+
+    typed = " ".join(["megamoe bench moe", f"--ranks {group.num_ranks}", *sys.argv[1:]])
+    meta = run_meta(
+        command=typed,
+        backend=backend,
+        device=device,
+        transformers=_version("transformers"),
+        load_average=[round(load, 2) for load in os.getloadavg()],
+    )
+    if backend == "cuda":
+        from megamoe.telemetry import Sampler
+
+        values = Sampler(0).read().values
+        meta |= {
+            "num_gpus": group.num_ranks,
+            "sgl_deep_gemm": _version("sgl-deep-gemm"),
+            "clocks": "as found, never set; each row has the SM clock of its sustained run",
+            "power": f"as found; enforced limit {values.get('power_limit_watts')} W",
+            "notes": "times are bursts: L2 flushed and ranks aligned on the stream before each "
+            "call, the slowest rank's, median and p99 of calls; staging is in total_us",
+        }
+    return meta
 
 
 def _version(package: str) -> str | None:
@@ -177,6 +267,36 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)
+
+
+def _print_gpu(found: dict[str, Any], output: Path | None) -> None:
+    rows = found["rows"]
+    shown = table(
+        f"{rows[0]['ranks']} × {found['meta']['device']}, µs",
+        *("model", "tokens", "routing", "max/mean", "ours", "p99", "stage", "host", "floor"),
+        *("of floor", "peer", "faster by", "unfused", "GEMMs", "sustained", "MHz", "J/token"),
+        *("error",),
+    )
+
+    def cell(value: Any, form: str = ".1f") -> str:
+        return "—" if value is None else format(value, form)
+
+    for r in rows:
+        shown.add_row(
+            *(r["model"], str(r["tokens"]), r["routing"], f"{r['max_over_mean']:.2f}"),
+            *(cell(r[k]) for k in ("total_us", "p99_us", "stage_us", "host_us", "floor_us")),
+            cell(r["fraction_of_floor"], ".2f"),
+            *(cell(r["peer_us"]), cell(r["speedup"], ".2f")),
+            *(cell(r[k]) for k in ("unfused_us", "gemms_us", "sustained_us")),
+            *(cell(r["sm_mhz"], ".0f"), cell(r["joules_per_token"], ".2g")),
+            cell(r["max_rel_err"], ".1e"),
+        )
+    stdout.print(shown)
+    said = {f"{k}: {v}" for r in rows for k, v in r["reasons"].items()}
+    for line in sorted(said):
+        stderr.print(line, markup=False, soft_wrap=True)
+    if output is not None:
+        stdout.print(f"written: {output}", soft_wrap=True)
 
 
 def _print(found: dict[str, Any], output: Path | None) -> None:

@@ -25,7 +25,8 @@ def run_meta(**more: Any) -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        # A copy without its history is told the commit.
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(0) if cuda else None,

@@ -1,4 +1,4 @@
-"""The ranks' part of ``bench moe``: opens the layer, checks and times contenders, makes rows."""
+"""The ranks' part of ``bench moe`` on CPUs: opens the layer, checks and times contenders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megamoe.layer import Backend, MoELayer, open_layer
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.weights import ExpertWeights, random_experts
 
-__all__ = ["BenchOptions", "bench"]
+__all__ = ["BenchOptions", "bench", "worst"]
 
 _MEMORY_MARGIN: Final = 1.2
 _GPU_ONLY: Final = (
@@ -38,12 +38,13 @@ class BenchOptions:
     Attributes:
         model: name of the shape in the rows.
         spec: the layer, without shared experts.
-        tokens: token counts per rank as ``tokens_per_rank`` reads them.
-        routing: routings as ``route`` reads them.
-        against: keys of HF_CONTENDERS.
+        cases: token counts per rank as ``tokens_per_rank`` reads them, and a routing as ``route``
+            does; cases of the same tokens stand together.
+        against: names of contenders.
         block_m: rows of a ring block.
         ring_blocks: blocks of each ring; 0 for the recommendation.
         workers: CPU threads per rank; 0 shares out the cores.
+        sustain: seconds of calls back to back on GPUs, for power and clocks; 0 leaves them out.
         rounds: turns of each contender.
         calls: timed calls in a turn.
         turn_s: seconds after which a turn ends early.
@@ -54,12 +55,12 @@ class BenchOptions:
 
     model: str
     spec: MoESpec
-    tokens: Sequence[str]
-    routing: Sequence[str]
+    cases: Sequence[tuple[str, str]]
     against: Sequence[str]
     block_m: int
     ring_blocks: int
     workers: int
+    sustain: float
     rounds: int
     calls: int
     turn_s: float
@@ -79,7 +80,7 @@ def bench(
     meter = MemoryMeter()
     spec = options.spec
     counts = group.together(
-        lambda: [tokens_per_rank(t, group.num_ranks, options.seed) for t in options.tokens]
+        lambda: [tokens_per_rank(t, group.num_ranks, options.seed) for t, _ in options.cases]
     )
     config = group.together(
         lambda: EpConfig(
@@ -96,21 +97,19 @@ def bench(
     with layer:
         weight_bytes = _load(group, layer, options, meter, bar)
         ours = OurLayer(group, layer)
-        names = options.against if group.device == "cpu" else ()
-        weights = HfWeights(group, names)
-        others = [HfExperts(group, name, weights) for name in names]
-        turns = len(options.tokens) * len(options.routing) * (1 + len(others)) * options.rounds
+        weights = HfWeights(group, options.against)
+        others = [HfExperts(group, name, weights) for name in options.against]
+        turns = len(options.cases) * (1 + len(others)) * options.rounds
         task = bar.add_task("timing", total=turns)
-        for of_ranks in counts:
-            for routing in options.routing:
-                batch = _batch(group, options, routing, of_ranks)
-                memory = None
-                if not rows:  # before a contender adds its own weights
-                    memory = _memory(group, layer, ours, batch, meter, weight_bytes)
-                row = _row(
-                    group, options, layer, batch, routing, ours, others, lambda: bar.advance(task)
-                )
-                rows.append(row | {"memory": memory})
+        for of_ranks, (_, routing) in zip(counts, options.cases, strict=True):
+            batch = _batch(group, options, routing, of_ranks)
+            memory = None
+            if not rows:  # before a contender adds its own weights
+                memory = _memory(group, layer, ours, batch, meter, weight_bytes)
+            row = _row(
+                group, options, layer, batch, routing, ours, others, lambda: bar.advance(task)
+            )
+            rows.append(row | {"memory": memory})
         counters = layer.counters()
     return rows, counters.backend, counters.device
 
@@ -204,7 +203,7 @@ def _row(
             reasons[contender.name] = str(why)
             continue
         verdict, oracle = contender.check(oracle)
-        verdicts[contender.name] = _worst(group.gather(verdict))
+        verdicts[contender.name] = worst(group.gather(verdict))
         if verdicts[contender.name].ok:
             calls[contender.name] = contender.call
         else:
@@ -226,7 +225,7 @@ def _row(
     peers = {n: t for n, t in measured.items() if n != ours.name}
     peer = min(peers, key=lambda n: peers[n].median_us, default=None)
     verdict = verdicts[ours.name]
-    reasons |= _absent(group.device)
+    reasons |= _absent()
     if peer is None:
         nobody = "no contender was asked for, or none could run"
         reasons |= dict.fromkeys(("peer", "peer_us", "speedup"), nobody)
@@ -284,7 +283,7 @@ def _rates(batch: Batch, spread: Skew, mine: Times | None) -> dict[str, float | 
     }
 
 
-def _worst(verdicts: list[Verdict]) -> Verdict:
+def worst(verdicts: list[Verdict]) -> Verdict:
     """One verdict for the group: wrong if any rank's is, with the largest errors."""
     compared = [v for v in verdicts if v.tokens] or verdicts
     problems = [f"rank {r}: {v.problem}" for r, v in enumerate(verdicts) if v.problem]
@@ -297,10 +296,8 @@ def _worst(verdicts: list[Verdict]) -> Verdict:
     )
 
 
-def _absent(device: str) -> dict[str, str]:
+def _absent() -> dict[str, str]:
     """Why figures of the schema are null."""
-    if device != "cpu":
-        return {}
     reasons = dict.fromkeys(_GPU_ONLY, "CPU ranks")
     ceiling = "no ceiling is measured for CPUs"
     return reasons | {

@@ -40,6 +40,7 @@ BASES: Final[dict[str, float | None]] = {
     "lognormal": 1.0,
     "hot_expert": 0.5,
     "hot_rank": 0.5,
+    "hot_experts": 0.5,
     "all_to_one": None,
     "one_expert": None,
     "local": None,
@@ -51,9 +52,10 @@ BASES: Final[dict[str, float | None]] = {
 
 ``zipf`` is popularity 1/i**alpha and ``lognormal`` exp(sigma * N(0,1)), experts in a random order
 that the seed fixes. ``hot_expert`` sends the first route of that fraction of tokens to one expert,
-``hot_rank`` all routes of that fraction to one rank. ``all_to_one`` sends every route to rank 0,
-``one_expert`` one route per token to expert 0 (the others masked). ``local`` and ``remote`` keep to
-the token's own rank, or to the others; ``empty_rank`` leaves the last rank without routes.
+``hot_rank`` all routes of that fraction to one rank, ``hot_experts`` to experts 0..K-1.
+``all_to_one`` sends every route to rank 0, ``one_expert`` one route per token to expert 0 (the
+others masked). ``local`` and ``remote`` keep to the token's own rank, or to the others;
+``empty_rank`` leaves the last rank without routes.
 ``replay`` reads recorded ids [N, K], or a recorded load per expert [E] as popularity.
 """
 
@@ -217,12 +219,14 @@ def _base_ids(
         return _draw(recorded.double().log().float(), tokens, spec.topk, generator)
 
     ids = _draw(_log_popularity(routing, spec, seed), tokens, spec.topk, generator)
-    if base in ("hot_expert", "hot_rank"):
+    if base in ("hot_expert", "hot_rank", "hot_experts"):
         assert routing.parameter is not None
         hot = torch.rand(tokens, generator=generator) < routing.parameter
         if base == "hot_rank":
             first = _only(spec, num_ranks, lambda r: r == 0, base)
             ids[hot] = _draw(first, tokens, spec.topk, generator)[hot]
+        elif base == "hot_experts":
+            ids[hot] = torch.arange(spec.topk)
         else:
             expert = seed % spec.num_experts
             # Swap, so that a token that had the hot expert elsewhere keeps distinct ids.

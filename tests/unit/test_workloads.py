@@ -78,6 +78,15 @@ def test_lognormal_spreads_with_sigma():
     assert narrow.gini + 0.15 < wide.gini
 
 
+def test_hot_experts_take_half_of_the_tokens_whole():
+    for ids in _all("hot_experts"):
+        hot = (ids == torch.arange(SPEC.topk)).all(1)
+        assert abs(float(hot.float().mean()) - 0.5) < 0.1
+        assert int((ids[~hot] >= SPEC.topk).sum()) > 0
+    # Half of the load on rank 0, the other half even: 0.5 + 0.5 / 4 of the whole, times 4.
+    assert abs(skew(_all("hot_experts"), SPEC).max_over_mean - 2.5) < 0.15
+
+
 def test_hot_expert_and_hot_rank():
     seed = 11
     hot = torch.cat(_all("hot_expert:0.5", seed=seed))
