@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,25 @@ from megamoe.errors import SymmetricMemoryError
 from megamoe.symmetric.base import Rendezvous, Window, agree, need_aligned
 
 __all__ = ["TorchSymmetricMemory"]
+
+_GROUPS: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+"""The group that torch's symmetric memory met first under a name."""
+
+
+def _under_its_own_name(rendezvous: Rendezvous, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Collective: the group, or one of the same ranks if its name means another group to a rank.
+
+    Torch keeps ranks and store of a group under the group's name as long as the process lives, and
+    names begin again after ``destroy_process_group``: survivors of a lost rank would ask the old
+    group's store, and wait for the lost rank.
+    """
+    while True:
+        known = _GROUPS.setdefault(group.group_name, weakref.ref(group))
+        stale = {"stale": known() is not group}
+        if not any(theirs["stale"] for theirs in rendezvous.all_gather(stale)):
+            return group
+        ranks = dist.get_process_group_ranks(group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 class TorchSymmetricMemory:
@@ -33,6 +54,7 @@ class TorchSymmetricMemory:
             raise SymmetricMemoryError(
                 "torch symmetric memory needs torch.distributed.init_process_group first"
             )
+        group = _under_its_own_name(self._rendezvous, group)
         result: dict[str, int] | Exception = {}
         try:
             from torch._C._distributed_c10d import _SymmetricMemory

@@ -85,7 +85,8 @@ def join_group(rank: int, num_ranks: int, store: str) -> None:
 
 def _main(rank: int, num_ranks: int, provider: str, store: str, pipe: Connection) -> None:
     os.environ.update(ENVIRONMENT, MEGAMOE_SYMMETRIC=provider)
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     join_group(rank, num_ranks, store)
     place = Place(rank, num_ranks, provider, store, {})
     while (message := pipe.recv()) is not None:
