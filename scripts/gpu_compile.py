@@ -15,6 +15,7 @@ SHAPES: list[tuple[int, int, WeightDtype]] = [
     (512, 384, "fp8"),
     (128, 128, "fp8"),
     (384, 128, "fp8"),
+    (256, 256, "fp8"),  # stress
     (256, 128, "bf16"),
     (512, 384, "bf16"),
 ]
