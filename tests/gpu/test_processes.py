@@ -17,7 +17,7 @@ from tests.cases import Case, cases
 from tests.compare import assert_bitwise, assert_matches_oracle
 from tests.gpu import process_jobs as jobs
 from tests.gpu.moe_runs import BIG, LARGE, MINIMUM, bits, by_name, run_case
-from tests.gpu.processes import RankProcesses
+from tests.gpu.processes import JobFailed, RankProcesses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 
@@ -34,15 +34,19 @@ def groups(tmp_path_factory):
     """Groups by (ranks, provider), started once; a provider that gives no window is a skip."""
     running: dict = {}
     refused: dict = {}
+    failed: dict = {}
 
     def get(num_ranks: int, provider: str) -> RankProcesses:
         key = (num_ranks, provider)
         if key not in running:
             folder = tmp_path_factory.mktemp(f"{provider}{num_ranks}")
             running[key] = RankProcesses(num_ranks, provider, folder)
-            refused[key] = next(filter(None, running[key].all(jobs.can_open)), "")
-        if refused[key] and provider == "torch":
-            pytest.fail(refused[key])
+            try:
+                refused[key] = next(filter(None, running[key].all(jobs.can_open, limit_s=25)), "")
+            except JobFailed as e:
+                failed[key] = str(e)
+        if key in failed or (refused[key] and provider == "torch"):
+            pytest.fail(failed.get(key) or refused[key])
         if refused[key]:
             pytest.skip(f"{torch.cuda.device_count()} GPU(s): {refused[key]}")
         return running[key]
