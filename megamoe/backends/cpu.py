@@ -108,6 +108,10 @@ class CpuSession:
             session.stage_fp8(x.data_ptr(), scale.data_ptr(), x.shape[0])
         self._num_tokens = x.shape[0]
 
+    def input_buffers(self) -> tuple[Tensor, Tensor | None] | None:
+        """None: the native session copies."""
+        return None
+
     def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Collective: runs the staged tokens."""
         session = self._open()
