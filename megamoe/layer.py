@@ -78,6 +78,18 @@ class MoELayer:
         self._session.run_moe(topk_idx.int().contiguous(), topk_weight.contiguous(), out)
         return out
 
+    def input_buffers(self) -> tuple[Tensor, Tensor | None] | None:
+        """This rank's rows in the window, to be written in place: a call then stages nothing.
+
+        Write T rows on the stream of the calls, and pass ``x[:T]`` (FP8 layers: ``(x[:T],
+        scale[:T])``) to ``run``. The rows are free again as soon as the call has run.
+
+        Returns:
+            e4m3 ``[T_max,H]`` and FP32 ``[T_max,H/128]``; for BF16 layers BF16 ``[T_max,H]`` and
+            None. None altogether on CPU ranks.
+        """
+        return self._session.input_buffers()
+
     def counters(self) -> Counters:
         """Ring high-water marks, back-pressure events and sizes of this rank."""
         return self._session.counters()

@@ -97,6 +97,10 @@ class Session(Protocol):
         """Puts a call's tokens into the window: BF16 ``[T,H]``, or e4m3 with FP32 ``[T,H/128]``."""
         ...
 
+    def input_buffers(self) -> tuple[Tensor, Tensor | None] | None:
+        """Where ``stage`` puts tokens, for callers that write there themselves; None on CPUs."""
+        ...
+
     def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Collective: runs the staged tokens. int32, FP32 ``[T,K]``; ``out`` BF16 ``[T,H]``.
 

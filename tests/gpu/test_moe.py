@@ -230,6 +230,27 @@ def test_a_call_is_one_kernel_after_one_that_stages(name):
     assert all("reduce" in k or "minmax" in k.lower() for k in others), others
 
 
+@pytest.mark.parametrize("name", ["fp8-x8", "bf16"])
+def test_rows_written_into_the_window_are_not_staged(name):
+    """One kernel for the whole call, and the same bits."""
+    case = by_name(1)[name]
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    ids = ids.int()
+    [want] = run_case(case, BIG)
+    with open_layer(case.spec, replace(BIG, timeout_s=5), backend="cuda") as layer:
+        layer.load_weights(case.experts(0))
+        buffers = layer.input_buffers()
+        rows = ids.shape[0]
+        own = [b[:rows] for b in buffers if b is not None]
+        for target, source in zip(own, x if isinstance(x, tuple) else (x,), strict=True):
+            target.view(torch.uint8).copy_(source.view(torch.uint8))
+        given = tuple(own) if len(own) == 2 else own[0]
+        y = layer.run(given, ids, weight)
+        assert_bitwise(y.cpu(), want, f"{name} in place")
+        found = kernels(lambda: [layer.run(given, ids, weight) for _ in range(7)])
+        assert {k: n for k, n in found.items() if k.startswith("megamoe")} == {"megamoe_moe": 7}
+
+
 def test_a_missing_rank_is_named_and_reset_mends_it():
     """Rank 1 does not call: rank 0 raises within the limit, the context lives, reset repairs."""
     case = by_name(2)["fp8-shared"]
