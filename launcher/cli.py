@@ -18,6 +18,7 @@ from launcher import (
     serve,
     stress,
     trace_moe,
+    tune,
 )
 
 __all__ = ["app"]
@@ -34,6 +35,7 @@ app.command("demo")(demo.command)
 app.command("serve")(serve.command)
 app.command("stress")(stress.command)
 app.command("doctor")(doctor.command)
+app.command("tune")(tune.command)
 app.add_typer(plan.app, name="plan")
 app.add_typer(estimate.app, name="estimate")
 

@@ -16,11 +16,12 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from megamoe.backends.base import Counters, Session, hopper_available
+from megamoe.backends.base import Counters, Session, device_name, hopper_available
 from megamoe.backends.trace import LayerTrace
 from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, find_rendezvous
+from megamoe.tuning import tuned
 from megamoe.weights import ExpertWeights
 
 __all__ = ["Backend", "MoELayer", "choose_backend", "open_layer"]
@@ -228,7 +229,8 @@ def open_layer(
 
     Args:
         spec: the layer's mathematics; equal on every rank.
-        config: how the group runs it; equal on every rank.
+        config: how the group runs it; equal on every rank. Where block, rings, wave and lag are all
+            0, what ``megamoe tune`` found on this machine is taken.
         backend: ``"cuda"`` needs a Hopper GPU per rank; ``"auto"`` takes it where there is one.
         rendezvous: how ranks find each other; by default the ``torch.distributed`` group.
 
@@ -239,6 +241,7 @@ def open_layer(
     """
     chosen = choose_backend(backend)
     config.resolved(spec)  # a setting that cannot work is refused before any rank is asked
+    config = tuned(spec, config, device_name(chosen))
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)
     session: Session
     if chosen == "cuda":

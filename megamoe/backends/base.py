@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Counters", "Session", "hopper_available", "need_same_layer"]
+__all__ = ["Counters", "Session", "device_name", "hopper_available", "need_same_layer"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Counters:
 def hopper_available() -> bool:
     """Whether the current CUDA device runs the kernels: compute capability 9.0."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def device_name(backend: str) -> str:
+    """What a tuned configuration belongs to: the GPU's name, or instruction set and cores."""
+    if backend == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"cpu {native.describe()['cpu_isas'][-1]}, {len(os.sched_getaffinity(0))} cores"
 
 
 def need_same_layer(rendezvous: Rendezvous, spec: MoESpec, shape: native.MoEShape) -> None:

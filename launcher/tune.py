@@ -1,0 +1,202 @@
+"""``megamoe tune``: searches ring, wave, lag and block sizes of a layer on this machine.
+
+The result goes to the cache folder, and ``open_layer`` takes it from there. Every candidate must
+give the recommendation's results to the bit; one that does not is an error of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from launcher.console import (
+    EXIT_WRONG,
+    BackendOption,
+    DebugFlag,
+    JsonFlag,
+    RanksOption,
+    human_bytes,
+    print_json,
+    progress,
+    report,
+    stdout,
+    table,
+)
+from launcher.ranks import Group, run_in_group
+from megamoe.errors import SpecError
+from megamoe.spec import MODELS
+
+if TYPE_CHECKING:
+    from launcher.tuner import TuneOptions
+    from megamoe.layer import Backend
+
+__all__ = ["command"]
+
+
+def command(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "qwen3-30b",
+    ranks: RanksOption = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="What layers are opened for; the result belongs to it.")
+    ] = 512,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Tokens per rank that matter, each as much as the others; by default a 64th of "
+            "--max-tokens and all of them. May be repeated.",
+        ),
+    ] = None,
+    routing: Annotated[str, typer.Option(help="As of bench moe, like zipf:1.2.")] = "uniform",
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Fewer experts than the model has.")
+    ] = None,
+    shared: Annotated[
+        int | None, typer.Option(min=0, help="Shared experts; by default the model's.")
+    ] = None,
+    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    workers: Annotated[
+        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
+    ] = 0,
+    margin: Annotated[
+        float, typer.Option(min=0, help="A candidate must be faster by this part.")
+    ] = 0.02,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 3,
+    calls: Annotated[int, typer.Option(min=1, help="Timed calls in a turn.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
+    backend: BackendOption = "auto",
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Whether open_layer shall use the result.")
+    ] = True,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write all trials to.")] = None,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Find the fastest rings, wave and lag of a layer here; open_layer uses them from then on."""
+
+    def options() -> TuneOptions:
+        from launcher.tuner import TuneOptions
+
+        if model not in MODELS:
+            raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
+        changed: dict[str, Any] = {"num_experts": experts, "num_shared": shared}
+        given = {name: value for name, value in changed.items() if value is not None}
+        return TuneOptions(
+            spec=replace(MODELS[model], weight_dtype=cast("Any", weight_dtype), **given),
+            max_tokens=max_tokens,
+            tokens=sorted(set(tokens or [max(1, max_tokens // 64), max_tokens])),
+            routing=routing,
+            workers=workers,
+            backend=cast("Backend", backend),
+            margin=margin,
+            rounds=rounds,
+            calls=calls,
+            seed=seed,
+        )
+
+    run_in_group(
+        context,
+        "launcher.tune",
+        ranks,
+        lambda group: _tune(group, model, options(), output, keep=keep, as_json=as_json),
+        default_ranks=2,
+        backend=backend,
+        debug=debug,
+    )
+
+
+def _tune(
+    group: Group,
+    model: str,
+    options: TuneOptions,
+    output: Path | None,
+    *,
+    keep: bool,
+    as_json: bool,
+) -> int:
+    from launcher.meta import run_meta
+    from launcher.tuner import tune
+    from megamoe.tuning import save
+
+    with progress(shown=group.first and not as_json) as bar:
+        task = bar.add_task("candidates", total=None)
+        found = tune(group, options, lambda trial: bar.advance(task))
+    trials, chosen = found["trials"], found["chosen"]
+    wrong = [t for t in trials if not t.bitwise_equal]
+    typed = " ".join(["megamoe tune", f"--ranks {group.num_ranks}", *sys.argv[1:]])
+    result = {
+        "meta": run_meta(command=typed, device=found["device"]),
+        "model": model,
+        "spec": asdict(options.spec),
+        "ranks": group.num_ranks,
+        "max_tokens": options.max_tokens,
+        "tokens": list(options.tokens),
+        "routing": options.routing,
+        "margin": options.margin,
+        "recommended": asdict(found["start"]),
+        "chosen": asdict(chosen),
+        "trials": [t.to_dict() for t in trials],
+        "file": None,
+    }
+    if group.first:
+        if keep and not wrong:
+            evidence = {"meta": result["meta"], "trials": result["trials"]}
+            path = save(options.spec, found["open"], found["device"], chosen, evidence)
+            result["file"] = str(path)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(result, indent=1) + "\n")
+        if as_json:
+            print_json(result)
+        else:
+            _print(result)
+    return EXIT_WRONG if wrong else 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    from megamoe.tuning import TUNABLE
+
+    counts = result["tokens"]
+    shown = table(
+        f"{result['model']}, EP{result['ranks']}, at most {result['max_tokens']} tokens, on "
+        f"{result['meta']['device']}",
+        "block",
+        "rings L1 / L2",
+        "wave",
+        "lag",
+        *(f"µs, {t} tokens (best)" for t in counts),
+        "to the best",
+        "window",
+        "",
+    )
+    for t in result["trials"]:
+        verdict = "taken" if t["taken"] else "" if t["bitwise_equal"] else "OTHER BITS"
+        shown.add_row(
+            str(t["block_m"]),
+            f"{t['ring_l1_blocks']} / {t['ring_l2_blocks']}",
+            str(t["wave_blocks"]),
+            str(t["l2_lag_blocks"]),
+            *(f"{t['us'][str(n)]:.0f} ({t['best_us'][str(n)]:.0f})" for n in counts),
+            f"{t['ratio']:.3f}",
+            human_bytes(t["window_bytes"]),
+            verdict,
+        )
+    stdout.print(shown)
+
+    def text(config: dict[str, Any]) -> str:
+        return ", ".join(f"{name} {config[name]}" for name in TUNABLE)
+
+    report(f"recommended: {text(result['recommended'])}")
+    report(f"chosen:      {text(result['chosen'])}")
+    if result["file"]:
+        report(f"open_layer takes it from {result['file']}; MEGAMOE_TUNED=0 does without")
+
+
+if __name__ == "__main__":
+    typer.run(command)
