@@ -167,7 +167,9 @@ def trace_call(
     layer = group.together(lambda: open_layer(spec, config, backend=backend))
     with layer:
         group.together(
-            lambda: layer.load_weights(random_experts(spec, group.rank, group.num_ranks, seed))
+            lambda: layer.load_weights(
+                random_experts(spec, group.rank, group.num_ranks, seed, device=device)
+            )
         )
         mine = counts[group.rank]
         x = random_activations(spec, group.rank, mine, seed).to(device)

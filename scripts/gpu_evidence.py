@@ -1,0 +1,96 @@
+"""Traces, what tracing costs, and the power experiment, in one process per rank: GPU time is dear.
+
+    torchrun --nproc-per-node 2 scripts/gpu_evidence.py --out DIR
+
+Writes ``trace_T.json.gz``, ``timeline_T.svg`` and ``trace.json`` (sums and problems), and
+``power.json`` in the form of ``megamoe bench power``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from launcher.bench_power import VARIANTS, _measure
+from launcher.meta import run_meta
+from launcher.moe_timeline import timeline_svg
+from launcher.moe_trace import chrome_trace, trace_figures, trace_problems
+from launcher.ranks import _process_group
+from launcher.trace_moe import trace_call, write_trace
+from megamoe.spec import MODELS, EpConfig
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="deepseek-v3")
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=0)
+    parser.add_argument("--inter", type=int, default=0)
+    parser.add_argument("--tokens", default="64,8192")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--backend", default="cuda")
+    options = parser.parse_args()
+    spec = replace(MODELS[options.model], num_shared=0)
+    spec = replace(
+        spec,
+        num_experts=options.experts or spec.num_experts,
+        hidden=options.hidden or spec.hidden,
+        inter=options.inter or spec.inter,
+    )
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ.setdefault("RANK", "0")
+    with _process_group(size, options.backend) as group:
+        started = time.monotonic()
+        options.out.mkdir(parents=True, exist_ok=True)
+
+        def say(*words: object) -> None:
+            if group.first:
+                print(f"{time.monotonic() - started:6.1f} s", *words, flush=True)
+
+        found = []
+        for tokens in options.tokens.split(","):
+            os.environ["MEGAMOE_TRACE"] = "1"
+            config = EpConfig(num_ranks=size, max_tokens=1, timeout_s=10)
+            traces, samples = trace_call(
+                group, spec, config, tokens, "uniform", 3, 0.3, 1, options.backend
+            )
+            del os.environ["MEGAMOE_TRACE"]
+            problems = [f"rank {t.rank}: {p}" for t in traces for p in trace_problems(t)]
+            figures = [trace_figures(t) for t in traces]
+            found.append({"tokens": int(tokens), "ranks": figures, "problems": problems})
+            say("trace", tokens, json.dumps(figures[0]), problems[:5])
+            if group.first:
+                write_trace(options.out / f"trace_{tokens}.json.gz", chrome_trace(traces, samples))
+                title = f"{options.model}, {tokens} tokens per rank, {size} GPU(s), rank 0"
+                svg = timeline_svg(traces[0], title=title)
+                (options.out / f"timeline_{tokens}.svg").write_text(svg)
+            if options.backend != "cpu":
+                torch.cuda.empty_cache()
+        meta = run_meta(command="scripts/gpu_evidence.py") if group.first else {}
+        if group.first:
+            text = json.dumps({"meta": meta, "rows": found}, indent=1)
+            (options.out / "trace.json").write_text(text + "\n")
+        rows = []
+        for tokens in map(int, options.tokens.split(",")):
+            seconds = options.seconds if tokens >= 1024 else options.seconds / 4
+            rows += _measure(
+                group, spec, options.model, tokens, options.variants.split(","), seconds,
+                options.rounds, 1, options.backend,
+            )  # fmt: skip
+            for row in rows[-len(options.variants.split(",")) :]:
+                say({k: v for k, v in row.items() if k not in ("series", "reasons", "model")})
+        if group.first:
+            (options.out / "power.json").write_text(json.dumps({"meta": meta, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
