@@ -1,0 +1,109 @@
+"""Searches that justify the selection of rings, waves and lags: ``benchmarks/results/tune_*.json``.
+
+    python scripts/gpu_tune.py --output tune_h200.json
+    torchrun --nproc-per-node 2 scripts/gpu_tune.py --output tune_h200x2.json
+
+One process per rank runs all searches, so that imports and compilation are paid once. The file is
+written after each search; a time limit ends the list early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from launcher.meta import run_meta
+from launcher.ranks import Group
+from launcher.tuner import TuneOptions, tune
+from megamoe.spec import MODELS, MoESpec
+from megamoe.telemetry import Sampler
+
+# Name, layer, experts on a rank, T_max, tokens that matter. With one rank, T tokens of E local
+# experts are what a rank of R sees of T/R tokens per rank and R·E experts.
+SEARCHES = [
+    ("v4-flash", 128, 8192, [8, 64, 512]),
+    ("deepseek-v3", 64, 8192, [64, 1024, 8192]),
+    ("v4-flash", 64, 128, [8, 128]),
+]
+TINY = [("tiny", 8, 64, [1, 64])]
+
+
+def layer(name: str, experts: int) -> MoESpec:
+    if name == "tiny":
+        return MoESpec(hidden=256, inter=128, num_experts=experts, topk=2)
+    return replace(MODELS[name], num_experts=experts, num_shared=0)
+
+
+def run(group: Group, output: Path | None, backend: str, limit_s: float, tiny: bool) -> None:
+    started, results = time.monotonic(), []
+    for name, experts, most, tokens in TINY if tiny else SEARCHES:
+        if any(group.gather(time.monotonic() - started > limit_s)):
+            break
+        options = TuneOptions(
+            spec=layer(name, experts * group.num_ranks),
+            max_tokens=most,
+            tokens=tokens,
+            routing="uniform",
+            workers=0,
+            backend=backend,
+            margin=0.02,
+            rounds=2,
+            calls=4,
+            seed=1,
+        )
+
+        def show(trial, name=name):
+            if group.first:
+                print(f"| {name} {time.monotonic() - started:.1f} s {trial.to_dict()}", flush=True)
+
+        found = tune(group, options, show)
+        reading = Sampler(0 if backend == "cuda" else None).read()
+        results.append(
+            {
+                "model": name,
+                "experts": options.spec.num_experts,
+                "ranks": group.num_ranks,
+                "max_tokens": most,
+                "tokens": tokens,
+                "routing": options.routing,
+                "recommended": asdict(found["start"]),
+                "chosen": asdict(found["chosen"]),
+                "trials": [t.to_dict() for t in found["trials"]],
+                "sm_mhz": reading.values.get("sm_clock_hertz", 0) / 1e6 or None,
+                "watts": reading.values.get("power_watts"),
+            }
+        )
+        if group.first and output:
+            meta = run_meta(margin=options.margin, rounds=options.rounds, calls=options.calls)
+            output.write_text(json.dumps({"meta": meta, "searches": results}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--limit", type=float, default=60, help="seconds; no new search after it")
+    parser.add_argument("--tiny", action="store_true", help="a small layer, to try the script")
+    options = parser.parse_args()
+    arguments = options.output, options.backend, options.limit, options.tiny
+    if "WORLD_SIZE" not in os.environ:
+        run(Group(0, 1, "cuda:0" if options.backend == "cuda" else "cpu"), *arguments)
+        return
+    import torch
+    import torch.distributed as dist
+
+    device = "cpu"
+    if options.backend == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
+    run(Group(dist.get_rank(), dist.get_world_size(), device), *arguments)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
