@@ -50,12 +50,12 @@ _MPK: Final = "MPK paper (Cheng et al.), launches of Qwen3-8B: eager 3.8 µs, CU
 
 WAYS: Final = (
     Way("eager", 1.73, 4.3, _HERE),
-    Way("eager, PDL", 0.64, 4.1, _HERE),
+    Way("eager + PDL", 0.64, 4.1, _HERE),
     Way("graph", 1.09, 0.0, _HERE),
-    Way("graph, PDL", 0.74, 0.0, _HERE),
-    Way("graph, PDL triggered first", 0.42, 0.0, _HERE),
-    Way("eager, published", 0.8, 3.8, _MPK),
-    Way("graph, published", 0.8, 0.0, _MPK),
+    Way("graph + PDL", 0.74, 0.0, _HERE),
+    Way("graph + PDL at once", 0.42, 0.0, _HERE),
+    Way("eager (published)", 0.8, 3.8, _MPK),
+    Way("graph (published)", 0.8, 0.0, _MPK),
 )
 """Ours: one H200, a chain of 200 kernels of 16384 floats (``megamoe bench pdl-chain``), launched
 through cuda-python. PDL lets the next kernel in after the stores, or first of all."""

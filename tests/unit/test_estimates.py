@@ -283,3 +283,60 @@ def test_every_estimate_is_labelled_a_model_and_names_sources(args):
     assert "model" in shown.stdout
     if "--against" not in args:
         assert "source" in found.stdout
+
+
+# ---------------------------------------------------------------- docs
+
+DOC = Path(__file__).parents[2] / "docs" / "estimates.md"
+
+
+def doc_rows(first: str) -> list[list[str]]:
+    """Cells of the table whose first column is headed ``first``."""
+    lines = iter(DOC.read_text().splitlines())
+    next(line for line in lines if line.startswith(f"| {first} |"))
+    next(lines)
+    found = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    assert found, first
+    return found
+
+
+def test_the_documented_chain_is_the_committed_run():
+    rows = json.loads((RESULTS / "pdl_chain_h200.json").read_text())["rows"]
+    by_key = {(r["mode"], str(r["elements"]), r["trigger"] or ""): r for r in rows}
+    shown = doc_rows("launched")
+    assert {tuple(cells[:3]) for cells in shown} == set(by_key)
+    for mode, elements, trigger, *figures in shown:
+        row = by_key[mode, elements, trigger]
+        expected = [
+            f"{row['span_us']:.1f}",
+            f"{row['per_kernel_us']:.2f}",
+            f"{row['stamped']['gap_us']:.2f}",
+            f"{row['stamped']['body_us']:.2f}",
+            f"{row['back_to_back_us']:.0f}",
+        ]
+        assert figures == expected, (mode, elements, trigger)
+
+
+def test_the_documented_model_is_what_it_computes():
+    slow = replace(H200, link=50e9)
+    for model, tokens, *figures in doc_rows("layer | tokens per rank"):
+        spec = replace(MODELS[model], num_shared=0)
+        times = [predict(spec, r, int(tokens)).total_us for r in (2, 4, 8, 16, 32, 64)]
+        times.append(predict(spec, 8, int(tokens), slow).total_us)
+        assert figures == [f"{us:.0f}" for us in times], (model, tokens)
+
+
+def test_the_documented_memory_is_what_plan_prints():
+    for model, *cells in doc_rows("layer | EP2: ours / scaled"):
+        found = CliRunner().invoke(
+            app, ["plan", "moe", "--model", model, "--ranks", "2,4,8", "--json"]
+        )
+        plans = json.loads(found.stdout)["plans"]
+        shown = [
+            f"{p['window_bytes'] / 2**20:.0f} / {p['peer_ring_bytes'] / 2**20:.0f}" for p in plans
+        ]
+        assert cells == shown, model
