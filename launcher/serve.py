@@ -35,7 +35,7 @@ from launcher.console import (
     errors_to_exit,
 )
 from launcher.ranks import arguments
-from launcher.serving.source import LayerSource
+from launcher.serving.source import AttentionSource, LayerSource
 from launcher.serving.supervisor import (
     HTTP_START_S,
     RUN_DIR,
@@ -70,6 +70,16 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    attention_pre: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve an attention_pre layer too, of random weights: glm-5, glm-5.2, or hidden=…,"
+            "heads=…,q_lora=…,kv_lora=…,nope=…,rope=…,index_heads=…."
+        ),
+    ] = None,
+    cache_pages: Annotated[
+        int, typer.Option(min=1, help="Pages of 64 keys in each cache of attention_pre.")
+    ] = 1024,
     ranks: RanksOption = None,
     weight_dtype: Annotated[
         str | None,
@@ -135,8 +145,12 @@ def command(
         "progress_timeout_s": progress_timeout,
         "drain_s": drain,
     }
+    attention: AttentionSource | None = None
     with errors_to_exit(debug=debug):
         source.check()
+        if attention_pre is not None:
+            attention = AttentionSource(attention_pre, cache_pages, seed)
+            attention.spec()
         _check_settings(fields)
     if in_group:
         raise typer.Exit(
@@ -153,6 +167,7 @@ def command(
                     timeout_s=timeout,
                 ),
                 fields=fields,
+                attention=attention,
             )
         )
     num_ranks = ranks or _default_ranks(backend)
@@ -193,6 +208,7 @@ def _rank(
     backend: Backend,
     heartbeat_s: float,
     fields: dict[str, Any],
+    attention: AttentionSource | None,
 ) -> int:
     """This process is a rank of torchrun's group."""
     run_dir = Path(os.environ.get(RUN_DIR) or _agents_run_dir())
@@ -227,6 +243,7 @@ def _rank(
                 router=source.router,
                 run_dir=run_dir,
                 heartbeat_s=heartbeat_s,
+                attention=attention.options() if attention is not None else None,
             ),
             http_pid,
         )

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from service.attention_model import AttentionModel
 from service.auth import Auth
 from service.config import ServiceConfig
 from service.dashboard import Dashboard
@@ -18,6 +19,7 @@ from service.limits import BodyGuard
 from service.metrics import CountResponses, Metrics
 from service.oip.schema import COMPONENTS
 from service.routes import PRODUCT, PRODUCT_VERSION, make_router
+from service.sequences import Sequences
 
 __all__ = ["create_app"]
 
@@ -32,8 +34,10 @@ def create_app(config: ServiceConfig, engine: Engine) -> FastAPI:
     Returns:
         The app. From outside in: body bounds, authentication, response counters, routes.
     """
-    metrics = Metrics(engine)
-    dashboard = Dashboard(config, engine, metrics)
+    sequences = Sequences(config.sequence_idle_s)
+    attention = AttentionModel(sequences)
+    metrics = Metrics(engine, sequences)
+    dashboard = Dashboard(config, engine, metrics, sequences)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -51,7 +55,7 @@ def create_app(config: ServiceConfig, engine: Engine) -> FastAPI:
     app.state.dashboard = dashboard
     app.state.metrics = metrics
     install(app)
-    app.include_router(make_router(config, engine, metrics))
+    app.include_router(make_router(config, engine, metrics, attention))
     app.include_router(dashboard.router())
     # Starlette runs the middleware added last first.
     app.add_middleware(BugShield)

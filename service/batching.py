@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from service.ipc import Submit
+from service.ipc import Submit, SubmitAttention
 
-__all__ = ["StepQueue", "rank_rows"]
+__all__ = ["AttentionQueue", "StepQueue", "rank_rows"]
 
 
 def rank_rows(num_tokens: int, num_ranks: int, rank: int) -> range:
@@ -65,3 +65,35 @@ class StepQueue:
                 rest.append(submit)
         self._waiting = rest
         return batch, expired
+
+
+class AttentionQueue:
+    """Attention-pre requests in order of arrival; a step takes one."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[SubmitAttention] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, submit: SubmitAttention) -> None:
+        """Adds a request."""
+        self._waiting.append(submit)
+
+    def cancel(self, request: int) -> bool:
+        """Withdraws a request; False when it is not waiting."""
+        for submit in self._waiting:
+            if submit.request == request:
+                self._waiting.remove(submit)
+                return True
+        return False
+
+    def take(self, now: float) -> tuple[SubmitAttention | None, list[SubmitAttention]]:
+        """The oldest request whose deadline has not passed, and those before it."""
+        expired: list[SubmitAttention] = []
+        while self._waiting:
+            submit = self._waiting.popleft()
+            if submit.deadline >= now:
+                return submit, expired
+            expired.append(submit)
+        return None, expired

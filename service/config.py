@@ -48,6 +48,8 @@ class ServiceConfig:
         drain_s: after SIGTERM, how long requests in flight may finish. torchrun kills after 30.
         progress_timeout_s: ready turns false when no step (heartbeats included) ended for so long.
         event_clients: dashboards that may watch at once.
+        sequence_idle_s: a sequence of attention_pre unused for so long may lose its pages to
+            another that needs them.
     """
 
     host: str = "127.0.0.1"
@@ -69,6 +71,7 @@ class ServiceConfig:
     drain_s: float = 20.0
     progress_timeout_s: float = 10.0
     event_clients: int = 8
+    sequence_idle_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and self.api_key is None:
@@ -103,6 +106,7 @@ class ServiceConfig:
             "request_timeout_s",
             "progress_timeout_s",
             "event_clients",
+            "sequence_idle_s",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

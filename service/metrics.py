@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
+from service.sequences import Sequences
 
 __all__ = ["CONTENT_TYPE", "DCGM_NAMES", "GPU_METRICS", "Metrics", "gini", "load_figures"]
 
@@ -138,8 +139,9 @@ class _GpuCollector(Collector):
 class _EngineCollector(Collector):
     """The engine's present state, asked at scrape time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, sequences: Sequences) -> None:
         self.engine = engine
+        self.sequences = sequences
 
     def collect(self) -> Iterator[Metric]:
         status = self.engine.status()
@@ -150,6 +152,14 @@ class _EngineCollector(Collector):
             ("queue_tokens", "Tokens in the engine.", status.num_tokens),
         ):
             yield GaugeMetricFamily(f"megamoe_{name}", text, value=value)
+        layer = self.engine.layer
+        if layer is not None and layer.attention is not None:
+            for name, text, value in (
+                ("sequences", "Sequences of attention_pre.", len(self.sequences)),
+                ("cache_pages_used", "Pages in use.", self.sequences.pages_used),
+                ("cache_pages", "Pages of each cache.", layer.attention.num_pages),
+            ):
+                yield GaugeMetricFamily(f"megamoe_attention_{name}", text, value=value)
 
 
 class _LoadCollector(Collector):
@@ -216,14 +226,19 @@ class _EnergyCollector(Collector):
 class Metrics:
     """All metrics of one service, in a registry of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, sequences: Sequences) -> None:
         # Twice the series, for times that nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self.gpu = _GpuCollector()
         self.energy = _EnergyWindow()
         self.load = _LoadCollector()
-        collectors = (self.gpu, self.load, _EngineCollector(engine), _EnergyCollector(self.energy))
+        collectors = (
+            self.gpu,
+            self.load,
+            _EngineCollector(engine, sequences),
+            _EnergyCollector(self.energy),
+        )
         for collector in collectors:
             registry.register(collector)
 
@@ -241,6 +256,10 @@ class Metrics:
             "request_seconds", "A request's time, by phase.", _SECONDS, "phase"
         )
         self.step_s = histogram("step_seconds", "A step's time, by phase.", _SECONDS, "phase")
+        self.attention_s = histogram(
+            "attention_step_seconds", "A step of attention_pre, by phase.", _SECONDS, "phase"
+        )
+        self.attention_tokens = counter("attention_tokens", "Tokens of attention_pre.")
         self.step_tokens = histogram("step_tokens", "Tokens of a step.", _TOKENS)
         self.step_requests = histogram("step_requests", "Requests that share a step.", _TOKENS[:10])
         self.steps = counter("steps", "Steps executed.", "kind")
@@ -262,6 +281,12 @@ class Metrics:
 
     def on_step(self, record: StepRecord) -> None:
         """Counts one executed step."""
+        if record.model != "moe":
+            self.steps.labels(record.model).inc()
+            self.attention_tokens.inc(record.num_tokens)
+            for phase in ("queue", "host", "kernel"):
+                self.attention_s.labels(phase).observe(getattr(record, f"{phase}_s"))
+            return
         heartbeat = record.num_requests == 0
         self.steps.labels("heartbeat" if heartbeat else "work").inc()
         if heartbeat:

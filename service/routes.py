@@ -12,20 +12,20 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from service import moe_model
+from service.attention_model import AttentionModel
 from service.config import ServiceConfig
 from service.engine import (
     Engine,
     EngineBusy,
     EngineUnavailable,
     LayerInfo,
-    MoERequest,
-    MoEResult,
     RequestExpired,
 )
 from service.errors import ServiceError, busy, unavailable
 from service.limits import read_body
 from service.metrics import CONTENT_TYPE, Metrics
+from service.models import Executed, Model, need_binary, wanted_outputs
+from service.moe_model import MoEModel
 from service.oip import codec
 from service.oip.schema import InferRequest, InferResponse, ModelReady, ServerMetadata
 
@@ -36,8 +36,11 @@ CLIENT_GONE: Final = 499
 PRODUCT: Final = "megamoe"
 PRODUCT_VERSION: Final = "0.1.0"
 
-ModelName = Annotated[str, Path(description="`moe`", max_length=64)]
-ModelVersion = Annotated[str, Path(description="`1`", max_length=64)]
+ModelName = Annotated[
+    str,
+    Path(description="`moe` or `attention_pre`", max_length=64, examples=["moe", "attention_pre"]),
+]
+ModelVersion = Annotated[str, Path(description="`1`", max_length=64, examples=["1"])]
 
 
 class FaultBody(msgspec.Struct, kw_only=True):
@@ -56,6 +59,7 @@ def _refs(*statuses: int) -> dict[int | str, dict[str, Any]]:
         404: "No such model, version or path",
         405: "Wrong method",
         408: "The body came too slowly",
+        409: "Another request of this sequence is in flight",
         413: "Body too large",
         415: "Content-Encoding not supported",
         429: "Queue full: retry",
@@ -116,9 +120,11 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _run(engine: Engine, request: Request, work: MoERequest) -> MoEResult | None:
+async def _run(
+    engine: Engine, model: Model, request: Request, work: Any, layer: LayerInfo
+) -> Executed | None:
     """The engine's answer, or None when the client hung up first."""
-    job = asyncio.ensure_future(engine.run_moe(work))
+    job = asyncio.ensure_future(model.execute(engine, work, layer))
     gone = asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -134,9 +140,12 @@ async def _run(engine: Engine, request: Request, work: MoERequest) -> MoEResult 
         job.cancel()
 
 
-def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIRouter:
+def make_router(
+    config: ServiceConfig, engine: Engine, metrics: Metrics, attention: AttentionModel
+) -> APIRouter:
     """All routes but the dashboard's."""
     router = APIRouter()
+    moe = MoEModel()
 
     def ready_layer() -> LayerInfo:
         status, layer = engine.status(), engine.layer
@@ -144,61 +153,70 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
             raise unavailable(f"not ready ({status.state}): {status.reason}")
         return layer
 
-    def find_model(model: str, version: str | None) -> None:
-        if model != moe_model.NAME:
-            raise ServiceError(404, f"unknown model {model[:64]!r}: this service has 'moe'")
-        if version not in (None, moe_model.VERSION):
-            raise ServiceError(404, f"unknown version {version[:64]!r} of 'moe': it has '1'")
+    def present() -> dict[str, Model]:
+        layer = engine.layer
+        models: dict[str, Model] = {moe.name: moe}
+        if layer is not None and layer.attention is not None:
+            models[attention.name] = attention
+        return models
 
-    def model_metadata(model: str, version: str | None) -> Response:
-        find_model(model, version)
+    def find_model(name: str, version: str | None) -> Model:
+        models = present()
+        if name == attention.name and engine.layer is None:
+            raise unavailable(f"the layers are not loaded yet: {engine.status().reason}")
+        if name not in models:
+            there = " and ".join(repr(known) for known in models)
+            raise ServiceError(404, f"unknown model {name[:64]!r}: this service has {there}")
+        model = models[name]
+        if version not in (None, model.version):
+            raise ServiceError(
+                404, f"unknown version {version[:64]!r} of {name!r}: it has {model.version!r}"
+            )
+        return model
+
+    def model_metadata(name: str, version: str | None) -> Response:
+        model = find_model(name, version)
         layer = engine.layer
         if layer is None:
             raise unavailable(f"the layer is not loaded yet: {engine.status().reason}")
-        return _json(moe_model.metadata(layer))
+        return _json(model.metadata(layer))
 
-    def model_ready(model: str, version: str | None) -> Response:
-        find_model(model, version)
+    def model_ready(name: str, version: str | None) -> Response:
+        find_model(name, version)
         ready_layer()
-        return _json(ModelReady(name=model, ready=True))
+        return _json(ModelReady(name=name, ready=True))
 
-    async def infer(model: str, version: str | None, request: Request) -> Any:
+    async def infer(name: str, version: str | None, request: Request) -> Any:
         started = time.monotonic()
-        find_model(model, version)
+        model = find_model(name, version)
         ready_layer()
         body = await read_body(request, config)
         header = request.headers.get(codec.HEADER_LENGTH)
         message, tensors = codec.decode_infer(body, header, config.max_json_bytes)
-        wanted = moe_model.wanted_outputs(message)
+        wanted = wanted_outputs(message, model)
         layer = ready_layer()
-        work = moe_model.parse(message, tensors, layer, config.request_timeout_s)
-        if any(name == "output" and not binary for name, binary in wanted):
-            # Known before the layer runs: refuse now rather than compute and refuse.
-            raise ServiceError(
-                400,
-                "output 'output': BF16 cannot be sent as JSON: ask for it with parameters "
-                '{"binary_data": true}, or binary_data_output for all',
-            )
-        result = await _run(engine, request, work)
-        if result is None:
+        work = model.parse(message, tensors, layer, config.request_timeout_s)
+        need_binary(wanted, model)
+        executed = await _run(engine, model, request, work, layer)
+        if executed is None:
             return Response(status_code=CLIENT_GONE)
         try:
-            return respond(message, wanted, work, layer, result, started)
+            return respond(model, message, wanted, executed, started)
         except BaseException:
-            result.release()
+            executed.result.release()
             raise
 
     def respond(
+        model: Model,
         message: InferRequest,
         wanted: list[tuple[str, bool]],
-        work: MoERequest,
-        layer: LayerInfo,
-        result: MoEResult,
+        executed: Executed,
         started: float,
     ) -> Response:
+        result = executed.result
         response = InferResponse(
-            model_name=moe_model.NAME,
-            model_version=moe_model.VERSION,
+            model_name=model.name,
+            model_version=model.version,
             id=message.id,
             outputs=[],
             parameters={
@@ -207,9 +225,10 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
                 "kernel_us": round(result.kernel_s * 1e6),
                 "step": result.step,
                 "step_tokens": result.step_tokens,
+                **executed.parameters,
             },
         )
-        outputs = [(moe_model.answer(name, work, result, layer), binary) for name, binary in wanted]
+        outputs = [(executed.output(name), binary) for name, binary in wanted]
         head, parts = codec.encode_infer(response, outputs)
         timing = ", ".join(
             f"{phase};dur={seconds * 1e3:.3f}"
@@ -245,7 +264,7 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
     common = _refs(401, 403, 500)
     infer_answers = {
         **_ok("InferResponse", **octets),
-        **_refs(400, 404, 408, 413, 415, 429, 503),
+        **_refs(400, 404, 408, 409, 413, 415, 429, 503),
         **common,
     }
     metadata_answers = {**_ok("ModelMetadata"), **_refs(404, 503), **common}
@@ -279,7 +298,7 @@ def make_router(config: ServiceConfig, engine: Engine, metrics: Metrics) -> APIR
     @router.get("/v2/models", responses=common, tags=["models"])
     async def models() -> dict[str, list[str]]:
         """Names of the models that this service has."""
-        return {"models": [moe_model.NAME]}
+        return {"models": list(present())}
 
     @router.get("/v2/models/{model}", responses=metadata_answers, tags=["models"])
     async def metadata(model: ModelName) -> Response:

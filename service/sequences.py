@@ -15,14 +15,14 @@ from typing import Final
 
 from service.engine import EngineBusy
 
-__all__ = ["PAGE", "Lease", "SequenceConflict", "SequenceUnknown", "Sequences"]
+__all__ = ["PAGE", "Lease", "SequenceConflict", "SequenceError", "Sequences"]
 
 PAGE: Final = 64
 """Keys of a page."""
 
 
-class SequenceUnknown(ValueError):
-    """No such sequence: it was not started, has ended, or ended with its group of ranks."""
+class SequenceError(ValueError):
+    """No such sequence (not started, ended, or lost with its group of ranks), or no more room."""
 
 
 class SequenceConflict(RuntimeError):
@@ -106,7 +106,7 @@ class Sequences:
             end: frees its pages once the request was answered.
 
         Raises:
-            SequenceUnknown: neither known nor started.
+            SequenceError: neither known nor started, or longer than all pages.
             SequenceConflict: it has a request in flight.
             EngineBusy: no free pages.
         """
@@ -119,22 +119,27 @@ class Sequences:
                 self._give(generation, sequence.pages)
             sequence = self._known[name] = _Sequence()
         elif sequence is None:
-            raise SequenceUnknown(
+            raise SequenceError(
                 f"sequence {name} is not known: begin it with sequence_start (sequences end with "
                 "sequence_end, with a restart of the ranks, and when idle while pages are short)"
+            )
+        keys = sequence.length + num_tokens
+        if keys > self.num_pages * PAGE:
+            raise SequenceError(
+                f"sequence {name} would have {keys} keys: the caches hold {self.num_pages * PAGE}"
             )
         sequence.busy = True
         lease = Lease(pages=[], length=sequence.length)
         fresh: list[int] = []
         try:
-            want = -(-(sequence.length + num_tokens) // PAGE)
+            want = -(-keys // PAGE)
             fresh = self._take(want - len(sequence.pages))
             lease.pages = sequence.pages + fresh
             yield lease
         finally:
             sequence.busy, sequence.used_at = False, time.monotonic()
             if lease.done:
-                sequence.pages, sequence.length = lease.pages, sequence.length + num_tokens
+                sequence.pages, sequence.length = lease.pages, keys
             else:
                 self._give(generation, fresh)
             ended = end and lease.done

@@ -1,4 +1,4 @@
-"""Where a served layer comes from: a checkpoint, or random weights of a named shape."""
+"""Where served layers come from: a checkpoint, or random weights of a named shape."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megamoe.errors import SpecError
-from megamoe.spec import MODELS, MoESpec
+from megamoe.spec import ATTENTION_MODELS, MODELS, AttentionPreSpec, MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from launcher.serving.attention import AttentionOptions
     from megamoe.checkpoint import Checkpoint
     from megamoe.router import Router
     from megamoe.spec import WeightDtype
     from megamoe.weights import ExpertWeights
 
-__all__ = ["LayerSource", "random_spec"]
+__all__ = ["AttentionSource", "LayerSource", "random_spec"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,65 @@ class LayerSource:
         return Checkpoint.open(self.checkpoint)
 
 
+@dataclass(frozen=True)
+class AttentionSource:
+    """An attention-pre layer of random weights: the name of a published one, or its sizes."""
+
+    text: str
+    num_pages: int
+    seed: int
+
+    def spec(self) -> AttentionPreSpec:
+        """What the layer computes.
+
+        Raises:
+            SpecError: a word that is not understood, or a size that does not fit.
+        """
+        if self.text in ATTENTION_MODELS:
+            return ATTENTION_MODELS[self.text]
+        names = {
+            "hidden": "hidden",
+            "heads": "num_heads",
+            "q_lora": "q_lora",
+            "kv_lora": "kv_lora",
+            "nope": "qk_nope",
+            "rope": "qk_rope",
+            "index_heads": "index_heads",
+        }
+        allowed = f"one of {', '.join(ATTENTION_MODELS)}, or {','.join(f'{n}=…' for n in names)}"
+        given, rest = _sizes("--attention-pre", self.text, names, allowed)
+        if rest or len(given) < len(names):
+            wrong = ", ".join(rest) or ", ".join(n for n, f in names.items() if f not in given)
+            raise SpecError(f"--attention-pre {self.text!r}: {wrong}: give {allowed}")
+        return AttentionPreSpec(**given)
+
+    def options(self) -> AttentionOptions:
+        """For rank 0."""
+        from launcher.serving.attention import AttentionOptions
+
+        name = f"random {self.text} (seed {self.seed})"
+        return AttentionOptions(
+            name=name, spec=self.spec(), num_pages=self.num_pages, seed=self.seed
+        )
+
+
+def _sizes(
+    option: str, text: str, names: dict[str, str], allowed: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fields of ``name=number,…``, and the words that are none."""
+    given: dict[str, Any] = {}
+    rest: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key in names and value.isdigit():
+            given[names[key]] = int(value)
+        elif key in names or not value:
+            raise SpecError(f"{option} {text!r}: {part!r} is not understood: give {allowed}")
+        else:
+            rest[key] = value
+    return given, rest
+
+
 def random_spec(text: str) -> MoESpec:
     """``hidden=256,inter=128,experts=8,topk=2``, or the name of a published shape.
 
@@ -111,18 +171,14 @@ def random_spec(text: str) -> MoESpec:
         "topk": "topk",
         "shared": "num_shared",
     }
-    given: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        if key == "dtype":
-            given["weight_dtype"] = value
-        elif key in names and value.isdigit():
-            given[names[key]] = int(value)
-        else:
-            raise SpecError(
-                f"--random {text!r}: {part!r} is not understood: give one of "
-                f"{', '.join(MODELS)}, or hidden=…,inter=…,experts=…,topk=…[,shared=…][,dtype=…]"
-            )
+    allowed = (
+        f"one of {', '.join(MODELS)}, or hidden=…,inter=…,experts=…,topk=…[,shared=…][,dtype=…]"
+    )
+    given, rest = _sizes("--random", text, names, allowed)
+    if "dtype" in rest:
+        given["weight_dtype"] = rest.pop("dtype")
+    if rest:
+        raise SpecError(f"--random {text!r}: {', '.join(rest)} is not understood: give {allowed}")
     missing = {"hidden", "inter", "num_experts", "topk"} - set(given)
     if missing:
         raise SpecError(f"--random {text!r}: {', '.join(sorted(missing))} missing")

@@ -8,7 +8,6 @@ must give the same bits every time.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -19,29 +18,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
-from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous as find_store
 
 from launcher.ranks import device_of
+from launcher.serving.attention import AttentionExecutor, AttentionOptions
 from launcher.serving.executor import Executor
+from launcher.serving.rendezvous import find_ranks
 from megamoe.errors import MegaMoeError, PeerTimeout
 from megamoe.layer import MoELayer, open_layer
-from megamoe.symmetric.base import GroupRendezvous, Rendezvous
 from service import ipc
 from service.arena import Arena
-from service.batching import StepQueue
-from service.engine import EngineFault, LayerInfo, StepRecord
+from service.batching import AttentionQueue, StepQueue
+from service.engine import EngineFault, LayerInfo, Span, StepRecord
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+    from megamoe.attention_layer import AttentionPre
     from megamoe.layer import Backend
     from megamoe.router import Router
     from megamoe.spec import EpConfig, MoESpec
     from megamoe.weights import ExpertWeights
 
-__all__ = ["RankOptions", "Shared", "Worker", "find_ranks"]
+__all__ = ["RankOptions", "Shared", "Worker"]
 
 _log = logging.getLogger("megamoe.rank")
 WELCOME_LIMIT_S: Final = 300.0
@@ -60,6 +56,7 @@ class RankOptions:
         router: makes the layer's router, or None.
         run_dir: where the sockets lie.
         heartbeat_s: idle time between heartbeat steps.
+        attention: the attention-pre layer that rank 0 holds too, if any.
     """
 
     name: str
@@ -70,22 +67,7 @@ class RankOptions:
     router: Callable[[], Router | None]
     run_dir: Path
     heartbeat_s: float
-
-
-class _StoreRendezvous:
-    """Exchange over torchrun's store, in JSON; nothing is pickled."""
-
-    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
-        self._store = store
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self._turn = 0
-
-    def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's value, by rank."""
-        self._turn += 1
-        self._store.set(f"{self._turn}/{self.rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"{self._turn}/{r}")) for r in range(self.num_ranks)]
+    attention: AttentionOptions | None = None
 
 
 @dataclass
@@ -97,25 +79,6 @@ class Shared:
     serving: bool = False
     stopping: bool = False
     code: int = 1
-
-
-def find_ranks(rank: int, num_ranks: int, groups: str | None) -> Rendezvous:
-    """How the ranks that torchrun started find each other.
-
-    Args:
-        rank: this rank.
-        num_ranks: R.
-        groups: backends of a process group, which torch's symmetric memory wants; None takes
-            torchrun's store alone, which is enough for CPU ranks.
-    """
-    store, _, _ = next(find_store("env://", rank, num_ranks))
-    # The store outlives a group: ranks of a later one must not find the addresses of a former.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"megamoe/{attempt}", store)
-    if groups is None:
-        return _StoreRendezvous(store, rank, num_ranks)
-    dist.init_process_group(groups, store=store, rank=rank, world_size=num_ranks)
-    return GroupRendezvous()
 
 
 class _Silent(MegaMoeError):
@@ -136,6 +99,7 @@ class Worker:
         self.shared = shared
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.checksum: int | None = None
+        self.attention: AttentionExecutor | None = None
 
     def work(self) -> None:
         """Runs until told to stop; ``shared.code`` is the exit status."""
@@ -177,6 +141,9 @@ class Worker:
             spec, options.config, backend=options.backend, rendezvous=rendezvous
         ) as layer:
             layer.load_weights(options.experts(self.rank, self.num_ranks, device))
+            attention = None
+            if self.rank == 0 and options.attention is not None:
+                attention = options.attention.open(device)
             router = options.router()
             if router is not None and router.logits_fp32:
                 router = replace(router, weight=router.weight.float())
@@ -190,7 +157,7 @@ class Worker:
             engine = ipc.connect(
                 self.context, ipc.engine_address(options.run_dir), f"{group}:{self.rank}"
             )
-            info = self._info(layer, router) if self.rank == 0 else None
+            info = self._info(layer, router, attention) if self.rank == 0 else None
             hello = ipc.Hello(group, self.rank, self.num_ranks, os.getpid(), info)
             engine.send(ipc.encode(hello))
             if not engine.poll(int(WELCOME_LIMIT_S * 1000)):
@@ -198,14 +165,20 @@ class Worker:
             welcome = ipc.decode_to_rank(engine.recv())
             assert isinstance(welcome, ipc.Welcome)
             self.shared.pids = welcome.pids
-            executor = Executor(layer, Arena.attach(welcome.arena), router, device)
+            arena = Arena.attach(welcome.arena)
+            executor = Executor(layer, arena, router, device)
             if peers is not None:
+                if attention is not None:
+                    self.attention = AttentionExecutor(attention, arena)
                 self._coordinate(group, engine, peers, executor)
             else:
                 self._follow(ipc.connect(self.context, address, str(self.rank)), executor)
 
-    def _info(self, layer: MoELayer, router: Router | None) -> LayerInfo:
+    def _info(
+        self, layer: MoELayer, router: Router | None, attention: AttentionPre | None
+    ) -> LayerInfo:
         spec, config = layer.spec, layer.config
+        options = self.options.attention
         return LayerInfo(
             name=self.options.name,
             hidden=spec.hidden,
@@ -219,6 +192,7 @@ class Worker:
             has_router=router is not None,
             backend=layer.backend,
             ring_blocks=(config.ring_l1_blocks, config.ring_l2_blocks),
+            attention=options.info(attention) if options and attention is not None else None,
         )
 
     # -------------------------------------------------------------- ranks 1..R-1
@@ -250,27 +224,41 @@ class Worker:
         executor: Executor,
     ) -> None:
         queue = StepQueue(self.num_ranks * executor.layer.config.max_tokens)
+        singles = AttentionQueue()
         self._collect(peers, 0, WELCOME_LIMIT_S)
         self.shared.serving = True
-        step, next_beat, stopping = 0, 0.0, False
+        # Peers count the plans that they get; attention steps are rank 0's own.
+        step, plan, next_beat, stopping = 0, 0, 0.0, False
         while True:
-            wait_s = 0.0 if len(queue) or stopping else max(0.0, next_beat - time.monotonic())
-            stopping |= self._receive(group, engine, queue, wait_s)
+            busy = len(queue) or len(singles) or stopping
+            wait_s = 0.0 if busy else max(0.0, next_beat - time.monotonic())
+            stopping |= self._receive(group, engine, queue, singles, wait_s)
+            single, late = singles.take(time.monotonic())
             batch, expired = queue.take(time.monotonic())
-            for submit in expired:
-                engine.send(ipc.encode(ipc.Dropped(group, submit.request, True)))
-            if not batch and stopping:
+            for request in [s.request for s in expired] + [s.request for s in late]:
+                engine.send(ipc.encode(ipc.Dropped(group, request, True)))
+            if single is not None:
+                step += 1
+                self._attend(group, engine, step, single)
+            if stopping and not batch and not len(singles):
                 self.shared.stopping = True
                 self._broadcast(peers, ipc.Stop())
                 return
             if not batch and time.monotonic() < next_beat:
                 continue
             step += 1
-            self._step(group, engine, peers, executor, step, batch)
+            plan += 1
+            self._step(group, engine, peers, executor, (step, plan), batch)
             next_beat = time.monotonic() + self.options.heartbeat_s
 
     @staticmethod
-    def _receive(group: str, engine: zmq.Socket[bytes], queue: StepQueue, wait_s: float) -> bool:
+    def _receive(
+        group: str,
+        engine: zmq.Socket[bytes],
+        queue: StepQueue,
+        singles: AttentionQueue,
+        wait_s: float,
+    ) -> bool:
         """Takes in what has come, after waiting for something to come; whether to stop."""
         stopping = False
         if wait_s and not engine.poll(int(wait_s * 1000) + 1):
@@ -279,12 +267,38 @@ class Worker:
             message = ipc.decode_to_rank(engine.recv())
             if isinstance(message, ipc.Submit):
                 queue.put(message)
+            elif isinstance(message, ipc.SubmitAttention):
+                singles.put(message)
             elif isinstance(message, ipc.Cancel):
-                if queue.cancel(message.request):
+                if queue.cancel(message.request) or singles.cancel(message.request):
                     engine.send(ipc.encode(ipc.Dropped(group, message.request, False)))
             elif isinstance(message, ipc.Stop):
                 stopping = True
         return stopping
+
+    def _attend(
+        self, group: str, engine: zmq.Socket[bytes], step: int, submit: ipc.SubmitAttention
+    ) -> None:
+        """A step of the attention-pre layer: one request, on this rank."""
+        assert self.attention is not None
+        started = time.monotonic()
+        kernel_s = self.attention.run(submit)
+        done = ipc.Done(group, submit.request, step, submit.num_tokens, started, kernel_s, [])
+        engine.send(ipc.encode(done))
+        ran = time.monotonic() - started
+        record = StepRecord(
+            step=step,
+            num_requests=1,
+            num_tokens=submit.num_tokens,
+            queue_s=started - submit.submitted,
+            host_s=max(0.0, ran - kernel_s),
+            kernel_s=kernel_s,
+            rank_tokens=(submit.num_tokens,),
+            spans=(Span(self.rank, -1, "attention_pre", 0.0, ran * 1e6),),
+            started=started,
+            model="attention_pre",
+        )
+        engine.send(ipc.encode(ipc.Stepped(group, record)))
 
     def _step(
         self,
@@ -292,16 +306,18 @@ class Worker:
         engine: zmq.Socket[bytes],
         peers: zmq.Socket[bytes],
         executor: Executor,
-        step: int,
+        numbers: tuple[int, int],
         batch: list[ipc.Submit],
     ) -> None:
+        """A step of the MoE layer; ``numbers``: of the step, and of its plan."""
+        step, number = numbers
         started = time.monotonic()
         items = [ipc.PlanItem(s.request, s.num_tokens, s.routed, s.layout) for s in batch]
-        plan = ipc.Plan(step, bool(batch) and batch[0].fp8, items)
+        plan = ipc.Plan(number, bool(batch) and batch[0].fp8, items)
         self._broadcast(peers, plan)
         own = self._checked(executor.run(plan))
         limit_s = 2 * self.options.config.timeout_s
-        reports = [own, *self._collect(peers, step, limit_s)]
+        reports = [own, *self._collect(peers, number, limit_s)]
         reports.sort(key=lambda report: report.rank)
         kernel_s = max(report.kernel_s for report in reports)
         total = sum(report.num_tokens for report in reports)

@@ -18,9 +18,10 @@ from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
 from service.config import ServiceConfig
-from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
+from service.engine import Engine, EngineFault, LayerInfo, StepRecord, TelemetrySample
 from service.errors import ServiceError, busy
 from service.metrics import Metrics, load_figures
+from service.sequences import Sequences
 from service.trace import chrome_trace
 
 __all__ = ["Dashboard"]
@@ -57,14 +58,18 @@ def _files() -> dict[str, tuple[bytes, str]]:
 class Dashboard:
     """Collects what the page shows, and serves the page."""
 
-    def __init__(self, config: ServiceConfig, engine: Engine, metrics: Metrics) -> None:
+    def __init__(
+        self, config: ServiceConfig, engine: Engine, metrics: Metrics, sequences: Sequences
+    ) -> None:
         self.config = config
         self.engine = engine
         self.metrics = metrics
+        self.sequences = sequences
         self.files = _files()
         self.points: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self.faults: deque[dict[str, Any]] = deque(maxlen=20)
         self.step: StepRecord | None = None
+        self.attention_step: StepRecord | None = None
         self.samples: dict[int, TelemetrySample] = {}
         self.traced: deque[StepRecord] = deque(maxlen=TRACED_STEPS)
         self.traced_samples: deque[tuple[float, TelemetrySample]] = deque(maxlen=TRACED_SAMPLES)
@@ -76,8 +81,10 @@ class Dashboard:
         engine.observers.fault.append(self._on_fault)
 
     def _on_step(self, record: StepRecord) -> None:
+        if record.model != "moe":
+            self.attention_step = record
         # A heartbeat is shown only until there is work to show.
-        if record.num_requests or self.step is None or not self.step.num_requests:
+        elif record.num_requests or self.step is None or not self.step.num_requests:
             self.step = record
         self.traced.append(record)
         if record.num_requests:
@@ -91,7 +98,7 @@ class Dashboard:
     def _on_fault(self, fault: EngineFault) -> None:
         self.faults.appendleft({"time": time.time(), **msgspec.to_builtins(fault)})
         self.samples.clear()
-        self.step = None
+        self.step = self.attention_step = None
 
     def sample(self) -> dict[str, Any]:
         """One point of the charts, over the last period; adds it to the history."""
@@ -139,8 +146,20 @@ class Dashboard:
             "layer": msgspec.to_builtins(layer) if layer is not None else None,
             "step": msgspec.to_builtins(step) if step is not None else None,
             "load": load_figures(counts),
+            "attention": self._attention(layer),
             "telemetry": [msgspec.to_builtins(self.samples[rank]) for rank in sorted(self.samples)],
             "faults": list(self.faults),
+        }
+
+    def _attention(self, layer: LayerInfo | None) -> dict[str, Any] | None:
+        """What the panel of ``attention_pre`` shows; None without such a layer."""
+        if layer is None or layer.attention is None:
+            return None
+        return {
+            "step": msgspec.to_builtins(self.attention_step) if self.attention_step else None,
+            "sequences": len(self.sequences),
+            "pages_used": self.sequences.pages_used,
+            "pages": layer.attention.num_pages,
         }
 
     async def run(self) -> None:

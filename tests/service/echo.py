@@ -9,11 +9,15 @@ import threading
 import time
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from service.app import create_app
 from service.config import ServiceConfig
 from service.engine import (
+    AttentionInfo,
+    AttentionRequest,
+    AttentionResult,
     EngineBusy,
     EngineFault,
     EngineStatus,
@@ -44,6 +48,20 @@ LAYER = LayerInfo(
     ring_blocks=(16, 8),
 )
 
+ATTENTION = AttentionInfo(
+    name="test attention",
+    hidden=256,
+    num_heads=2,
+    head_dim=128,
+    kv_lora=128,
+    index_heads=8,
+    latent_row_bytes=260,
+    num_pages=8,
+    max_tokens=16,
+    backend="cpu",
+)
+BOTH = msgspec.structs.replace(LAYER, attention=ATTENTION)
+
 
 def echo(hidden: np.ndarray, scales, ids, weights) -> np.ndarray:
     """BF16 bits [n,H] that depend on every bit of the request: XOR with its route's fingerprint."""
@@ -69,6 +87,8 @@ class EchoEngine:
         self.steps = 0
         self.hold = threading.Event()  # while set, requests wait
         self.crash: Exception | None = None
+        self.attended: list[AttentionRequest] = []
+        self.generation = 1
 
     @property
     def layer(self):
@@ -76,7 +96,12 @@ class EchoEngine:
 
     def status(self) -> EngineStatus:
         reason = "" if self.state == "ready" else f"told to be {self.state}"
-        return EngineStatus(state=self.state, reason=reason, num_requests=self.running)
+        return EngineStatus(
+            state=self.state,
+            reason=reason,
+            num_requests=self.running,
+            generation=self.generation,
+        )
 
     async def run_moe(self, request: MoERequest) -> MoEResult:
         if self.state != "ready":
@@ -149,6 +174,53 @@ class EchoEngine:
             step=self.steps,
             step_tokens=n,
             high_water=water,
+        )
+
+    async def run_attention(self, request: AttentionRequest) -> AttentionResult:
+        """Each output's words say where the request's keys lie."""
+        self.attended.append(request)
+        self.running += 1
+        try:
+            while self.hold.is_set():
+                await asyncio.sleep(0.005)
+            if self.crash is not None:
+                raise self.crash
+        finally:
+            self.running -= 1
+        info, n = self.layer_info.attention, request.num_tokens
+        x = np.frombuffer(request.hidden.join(), "<u2").reshape(n, -1)
+        residual = np.frombuffer(request.residual.join(), "<u2").reshape(n, -1)
+        table = np.zeros((n, request.num_keys), "<f4")
+        row = 0
+        for new, keys, pages in zip(
+            request.new_tokens, request.context_lens, request.block_table, strict=True
+        ):
+            slots = [pages[key // 64] * 64 + key % 64 for key in range(keys)]
+            table[row : row + new, :keys] = slots
+            table[row : row + new, keys:] = -np.inf
+            row += new
+        made = {
+            "residual": x ^ residual,
+            "queries": np.full((n, info.num_heads, info.head_dim), 0x3F80, "<u2"),
+            "absorbed": np.full((n, info.num_heads, info.kv_lora), 0x4000, "<u2"),
+            "index_weights": np.full((n, info.index_heads), 0.5, "<f4"),
+            "logits": table,
+        }
+        if request.rows:
+            made["latent_rows"] = np.full((n, info.latent_row_bytes), 7, "u1")
+            made["index_rows"] = np.full((n, info.index_row_bytes), 9, "u1")
+        self.steps += 1
+        record = StepRecord(
+            step=self.steps, num_requests=1, num_tokens=n, queue_s=0.0, host_s=0.0001,
+            kernel_s=0.002, rank_tokens=(n,), started=time.monotonic(), model="attention_pre",
+        )  # fmt: skip
+        for observe in self.observers.step:
+            observe(record)
+        return AttentionResult(
+            tensors={name: memoryview(value.tobytes()) for name, value in made.items()},
+            kernel_s=0.002,
+            step=self.steps,
+            step_tokens=n,
         )
 
     def begin_drain(self) -> None:

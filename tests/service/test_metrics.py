@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service import metrics as metrics_module
 from service.engine import EngineFault, StepRecord, TelemetrySample
 from service.metrics import DCGM_NAMES, GPU_METRICS, Metrics, gini, load_figures
+from service.sequences import Sequences
 from tests.service.echo import EchoEngine
 
 
@@ -25,7 +26,7 @@ def engine():
 
 @pytest.fixture
 def metrics(engine):
-    return Metrics(engine)
+    return Metrics(engine, Sequences(600))
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

@@ -10,10 +10,10 @@ from schemathesis.checks import load_all_checks
 from schemathesis.config import SchemathesisConfig
 
 from service.app import create_app
-from tests.service.echo import CONFIG, EchoEngine, Server
+from tests.service.echo import BOTH, CONFIG, EchoEngine, Server
 
 load_all_checks()
-_APP = create_app(CONFIG, EchoEngine())
+_APP = create_app(CONFIG, EchoEngine(BOTH))
 schema = schemathesis.openapi.from_dict(_APP.openapi(), config=SchemathesisConfig())
 # Requests that fit the schema are still refused for what no schema can say (shapes that must agree
 # with the layer, values in the binary part).
@@ -26,7 +26,7 @@ EXCLUDED = [
 
 @pytest.fixture(scope="module")
 def base_url():
-    with Server(CONFIG, EchoEngine()) as running:
+    with Server(CONFIG, EchoEngine(BOTH)) as running:
         yield running.url
 
 
@@ -46,7 +46,7 @@ def test_the_document_names_every_status_and_one_error_shape():
     document = _APP.openapi()
     infer = document["paths"]["/v2/models/{model}/infer"]["post"]
     assert set(infer["responses"]) >= {
-        "200", "400", "401", "403", "404", "408", "413", "415", "422", "429", "500", "503",
+        "200", "400", "401", "403", "404", "408", "409", "413", "415", "422", "429", "500", "503",
     }  # fmt: skip
     for path, operations in document["paths"].items():
         for operation in operations.values():

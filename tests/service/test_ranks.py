@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multirank]
 
 RANK = """
 import sys, time
-from launcher.serving.worker import find_ranks
+from launcher.serving.rendezvous import find_ranks
 rank, groups, attempt = int(sys.argv[1]), sys.argv[2] or None, int(sys.argv[3])
 time.sleep(rank)  # rank 0 would find what the former rank 1 left
 found = find_ranks(rank, 2, groups)

@@ -195,6 +195,24 @@ function drawRings(step, layer) {
   byId("rings").replaceChildren(...(rows.length ? rows : [element("p", "no step yet", "none")]));
 }
 
+function drawAttention(attention, info) {
+  byId("attention-panel").hidden = !attention;
+  if (!attention) return;
+  const { step, sequences, pages_used: used, pages } = attention;
+  byId("attention-info").textContent =
+    `${info.name} · H ${info.hidden}, ${info.num_heads} heads, ${info.index_heads} index heads · ` +
+    `rank 0, ${info.backend} · ${sequences} sequence${sequences === 1 ? "" : "s"}` +
+    (step ? ` · step ${step.step}, ${step.num_tokens} tokens: layer ` +
+      `${(step.kernel_s * 1e3).toFixed(2)} ms, host ${(step.host_s * 1e3).toFixed(2)} ms` : "");
+  const row = element("div", undefined, used >= pages ? "ring full" : "ring");
+  const bar = element("div");
+  const fill = element("b");
+  fill.style.width = `${(100 * used) / pages}%`;
+  bar.append(fill);
+  row.append(element("span", "cache pages"), bar, element("span", `${used} / ${pages}`));
+  byId("pages").replaceChildren(row);
+}
+
 // ------------------------------------------------------------------ the rest
 
 function drawState() {
@@ -220,6 +238,7 @@ function drawState() {
   drawTimeline(step);
   drawExperts(step, layer);
   if (layer) drawRings(step, layer);
+  drawAttention(state.attention, layer && layer.attention);
   const missing = [...new Set(telemetry.map((t) => t.unavailable).filter(Boolean))];
   byId("telemetry-info").textContent = !telemetry.length
     ? "no reading yet"

@@ -1,0 +1,424 @@
+"""The model ``attention_pre``: unmodified tritonclient against an echo, then against ranks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as oip
+from tritonclient.utils import InferenceServerException
+
+from service.attention_model import PAGE_BYTES
+from tests.service.echo import ATTENTION, BOTH, CONFIG, EchoEngine, Server
+from tests.service.served import Served, make_tokens, output_bits
+from tests.service.served import inputs_of as moe_inputs
+
+SPEC = "hidden=256,heads=2,q_lora=128,kv_lora=128,nope=64,rope=64,index_heads=8"
+OUTPUTS = ("residual", "queries", "absorbed", "index_weights", "logits")
+
+
+def tokens(n: int, seed: int = 0, hidden: int = ATTENTION.hidden):
+    """(hidden, residual) BF16 [n, H]."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((n, hidden), np.float32).astype(ml_dtypes.bfloat16) for _ in "xr"]
+
+
+def put(name, array, datatype):
+    tensor = oip.InferInput(name, list(array.shape), datatype)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def inputs_of(x, residual, **more):
+    made = [put("hidden_states", x, "BF16"), put("residual", residual, "BF16")]
+    for name, value in more.items():
+        array = np.asarray(value, np.uint8 if name == "index_cache" else np.int32)
+        made.append(put(name, array, "UINT8" if name == "index_cache" else "INT32"))
+    return made
+
+
+def infer(client, x, residual, *, outputs=None, sequence=0, start=False, end=False, **more):
+    wanted = None
+    if outputs is not None:
+        wanted = [oip.InferRequestedOutput(name, binary_data=True) for name in outputs]
+    return client.infer(
+        "attention_pre", inputs_of(x, residual, **more), outputs=wanted, sequence_id=sequence,
+        sequence_start=start, sequence_end=end,
+    )  # fmt: skip
+
+
+def assert_same(have, want):
+    assert have.shape == want.shape
+    have, want = np.ascontiguousarray(have), np.ascontiguousarray(want)
+    differ = np.argwhere(have.view(f"u{have.itemsize}") != want.view(f"u{want.itemsize}"))
+    assert not len(differ), f"at {differ[0]}: {have[tuple(differ[0])]} != {want[tuple(differ[0])]}"
+
+
+# ---------------------------------------------------------------- the protocol, over an echo
+
+
+@pytest.fixture
+def engine():
+    return EchoEngine(BOTH)
+
+
+@pytest.fixture
+def server(engine):
+    with Server(CONFIG, engine) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with oip.InferenceServerClient(f"127.0.0.1:{server.port}", concurrency=4) as client:
+        yield client
+
+
+def test_metadata(client):
+    assert client.is_model_ready("attention_pre", "1")
+    model = client.get_model_metadata("attention_pre")
+    inputs = {tensor["name"]: tensor for tensor in model["inputs"]}
+    assert inputs["hidden_states"]["shape"] == [-1, ATTENTION.hidden]
+    assert inputs["hidden_states"]["parameters"] == {"max_tokens": 16, "max_keys": 512}
+    assert inputs["index_cache"]["shape"] == [-1, PAGE_BYTES]
+    assert inputs["index_cache"]["datatype"] == "UINT8"
+    outputs = {tensor["name"]: tensor for tensor in model["outputs"]}
+    assert outputs["absorbed"]["shape"] == [-1, 2, 128]
+    assert outputs["logits"] == {
+        "name": "logits", "datatype": "FP32", "shape": [-1, -1],
+        "parameters": outputs["logits"]["parameters"],
+    }  # fmt: skip
+
+
+def test_without_the_layer_there_is_no_model():
+    with Server(CONFIG, EchoEngine()) as server:
+        answer = httpx.get(server.url + "/v2/models/attention_pre")
+        assert answer.status_code == 404
+        assert answer.json()["error"] == "unknown model 'attention_pre': this service has 'moe'"
+        assert httpx.get(server.url + "/v2/models").json() == {"models": ["moe"]}
+        server.engine.layer_info = None
+        assert httpx.get(server.url + "/v2/models/attention_pre").status_code == 503
+
+
+def test_a_sequence_keeps_its_keys_on_the_ranks(client, engine):
+    x, residual = tokens(5)
+    first = infer(client, x, residual, sequence=7, start=True)
+    assert_same(
+        first.as_numpy("residual").view(np.uint16), x.view(np.uint16) ^ residual.view(np.uint16)
+    )
+    assert first.as_numpy("logits").shape == (5, 5)
+    told = first.get_response()["parameters"]
+    assert (told["sequence_id"], told["sequence_keys"]) == ("7", 5)
+    assert told["kernel_us"] == 2000
+    other = infer(client, *tokens(2), sequence=8, start=True).as_numpy("logits")
+    second = infer(client, *tokens(2), sequence=7).as_numpy("logits")
+    assert second.shape == (2, 7)
+    assert second[:, :5].tolist() == [first.as_numpy("logits")[0].tolist()] * 2
+    assert not set(second[0].tolist()) & set(other[0].tolist())
+    assert engine.attended[-1].context_lens == [7]
+    infer(client, *tokens(1), sequence=7, end=True)
+    with pytest.raises(InferenceServerException, match="sequence 7 is not known") as caught:
+        infer(client, *tokens(1), sequence=7)
+    assert caught.value.status() == "400"
+
+
+def test_sequences_end_with_their_group_of_ranks(client, engine):
+    infer(client, *tokens(1), sequence=7, start=True)
+    engine.generation = 2
+    with pytest.raises(InferenceServerException, match="not known"):
+        infer(client, *tokens(1), sequence=7)
+    infer(client, *tokens(1), sequence=7, start=True)
+    assert engine.attended[-1].generation == 2
+
+
+def test_two_requests_of_a_sequence_at_once(client, server, engine):
+    infer(client, *tokens(1), sequence=7, start=True)
+    engine.hold.set()
+    slow = threading.Thread(target=lambda: infer(other, *tokens(1), sequence=7))
+    with oip.InferenceServerClient(f"127.0.0.1:{server.port}") as other:
+        slow.start()
+        while not engine.running:
+            time.sleep(0.005)
+        with pytest.raises(InferenceServerException, match="in flight") as caught:
+            infer(client, *tokens(1), sequence=7)
+        engine.hold.clear()
+        slow.join()
+    assert caught.value.status() == "409"
+    answer = infer(client, *tokens(1), sequence=7).get_response()
+    assert answer["parameters"]["sequence_keys"] == 3
+
+
+def test_pages_run_out(client):
+    for name in range(1, 9):
+        infer(client, *tokens(1), sequence=name, start=True)
+    with pytest.raises(InferenceServerException, match="0 of 8 are free") as caught:
+        infer(client, *tokens(1), sequence=9, start=True)
+    assert caught.value.status() == "429"
+    with pytest.raises(InferenceServerException, match="0 of 8 are free"):
+        infer(client, *tokens(1))
+    infer(client, *tokens(1), sequence=3, end=True)
+    infer(client, *tokens(1), sequence=9, start=True)
+
+
+def test_a_request_with_everything(client, engine):
+    """Two requests, three new tokens, keys and pages of the client's numbering."""
+    cache = np.random.default_rng(1).integers(0, 256, (4, PAGE_BYTES), np.uint8)
+    more = {"context_lens": [130, 64], "new_tokens": [2, 1], "index_cache": cache}
+    result = infer(client, *tokens(3), **more, block_table=[[3, 0, 2], [1, 9, -1]])
+    request = engine.attended[-1]
+    pages, sent = request.upload
+    assert bytes(sent.join()) == cache.tobytes()
+    assert request.block_table == [[pages[3], pages[0], pages[2]], [pages[1]]]
+    assert (request.context_lens, request.new_tokens) == ([130, 64], [2, 1])
+    assert result.as_numpy("logits").shape == (3, 130)
+    rows = infer(client, *tokens(3), outputs=["latent_rows", "index_rows", "timings"])
+    assert rows.as_numpy("latent_rows").shape == (3, 260)
+    assert rows.as_numpy("index_rows").shape == (3, 132)
+    assert rows.as_numpy("timings")[2] == 0.002
+    assert "sequence_id" not in rows.get_response()["parameters"]
+    # One token of each of as many requests needs no counts.
+    infer(client, *tokens(2), context_lens=[1, 1])
+    assert engine.attended[-1].new_tokens == [1, 1]
+
+
+X, R = tokens(4)
+PAGES = np.zeros((2, PAGE_BYTES), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"positions": [0, 1, 2, 512]}, r"'positions'[3] = 512: must be in 0..511"),
+        ({"positions": [0]}, "'positions' has shape [1]: must be [4]"),
+        ({"context_lens": [4, 0]}, "'context_lens'[1] = 0: must be in 1..512"),
+        ({"context_lens": [513]}, "'context_lens'[0] = 513: must be in 1..512"),
+        ({"context_lens": [[4]]}, "'context_lens' has shape [1, 1]: must be [b]"),
+        ({"context_lens": [2, 2]}, "'new_tokens' is missing: 4 tokens of 2 requests"),
+        ({"context_lens": [2, 2], "new_tokens": [1, 2]}, "adds up to 3: hidden_states has 4"),
+        ({"new_tokens": [4]}, "'context_lens' is missing"),
+        ({"context_lens": [3]}, "request 0 has 4 new tokens and context_lens 3"),
+        ({"context_lens": [9]}, "context_lens exceed new_tokens: send the earlier keys"),
+        ({"context_lens": [4], "block_table": [[0]]}, "goes with 'index_cache'"),
+        ({"context_lens": [9], "index_cache": PAGES}, "goes with 'block_table'"),
+        (
+            {"context_lens": [9], "index_cache": PAGES[:, 1:], "block_table": [[0]]},
+            f"'index_cache' has shape [2, {PAGE_BYTES - 1}]",
+        ),
+        (
+            {"context_lens": [9], "index_cache": PAGES, "block_table": [[2]]},
+            "'block_table'[0, 0] = 2: must be in 0..1",
+        ),
+        (
+            {"context_lens": [70], "index_cache": PAGES, "block_table": [[0]]},
+            "'block_table' has shape [1, 1]: must be [1, w] with w at least 2",
+        ),
+        (
+            {"context_lens": [9, 9], "new_tokens": [2, 2], "index_cache": PAGES,
+             "block_table": [[0], [0]]},
+            "block_table gives two new tokens the same place",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(client, engine, changed, said):
+    with pytest.raises(InferenceServerException) as caught:
+        infer(client, X, R, **changed)
+    assert said in caught.value.message()
+    assert caught.value.status() == "400"
+    assert not engine.attended
+
+
+def test_more_refusals(client, server, engine):
+    def refused(*args, **more):
+        with pytest.raises(InferenceServerException) as caught:
+            infer(client, *args, **more)
+        assert caught.value.status() == "400"
+        return caught.value.message()
+
+    assert "n in 1..16" in refused(*tokens(17))
+    assert "'hidden_states' has shape [4, 128]" in refused(*tokens(4, hidden=128))
+    assert "'residual' has shape [3, 256]" in refused(X, R[:3])
+    assert "does not go with sequence_id" in refused(X, R, sequence=1, context_lens=[4])
+    url = server.url + "/v2/models/attention_pre/infer"
+    given = {"name": "hidden_states", "shape": [1, 256], "datatype": "FP32", "data": [0.0] * 256}
+    both = [given, {**given, "name": "residual"}]
+    for body, said in (
+        ({"inputs": [given]}, "'hidden_states' and 'residual' are needed"),
+        ({"inputs": both}, "datatype FP32: must be BF16"),
+        ({"inputs": [{**given, "name": "y"}]}, "'y' does not exist"),
+        ({"inputs": both, "outputs": [{"name": "output"}]}, "'output' does not exist"),
+    ):
+        answer = httpx.post(url, json=body)
+        assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
+    body, size = oip.InferenceServerClient.generate_request_body(inputs_of(X, R))
+    head = json.loads(body[:size])
+    for parameters, said in (
+        ({"sequence_id": 1.5}, "sequence_id = '1.5'"),
+        ({"sequence_start": True}, "need a sequence_id"),
+        ({"sequence_id": 1, "sequence_end": 1}, "sequence_end = 1: must be true or false"),
+        ({"binary_data_output": False}, "output 'residual': BF16 cannot be sent as JSON"),
+    ):
+        head["parameters"] = {"binary_data_output": True, **parameters}
+        text = json.dumps(head).encode()
+        headers = {"Inference-Header-Content-Length": str(len(text))}
+        answer = httpx.post(url, content=text + body[size:], headers=headers)
+        assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
+
+
+def test_a_sequence_fills_all_pages_and_no_more(client):
+    for at in range(32):
+        infer(client, *tokens(16), sequence=5, start=at == 0)
+    with pytest.raises(InferenceServerException, match="513 keys: the caches hold 512") as caught:
+        infer(client, *tokens(1), sequence=5)
+    assert caught.value.status() == "400"
+
+
+def test_logits_as_json_have_null_where_a_token_may_not_look(server):
+    body, size = oip.InferenceServerClient.generate_request_body(
+        inputs_of(*tokens(3), context_lens=[1, 2], new_tokens=[1, 2]),
+        outputs=[oip.InferRequestedOutput("logits", binary_data=False)],
+    )
+    headers = {"Inference-Header-Content-Length": str(size)}
+    url = server.url + "/v2/models/attention_pre/infer"
+    answer = httpx.post(url, content=bytes(body), headers=headers)
+    [logits] = answer.json()["outputs"]
+    assert logits["shape"] == [3, 2]
+    assert [value is None for value in logits["data"]] == [False, True] + [False] * 4
+
+
+def test_metrics_and_dashboard_know_it(client, server):
+    infer(client, *tokens(3), sequence=1, start=True)
+    text = httpx.get(server.url + "/metrics").text
+    for line in (
+        'megamoe_steps_total{kind="attention_pre"} 1.0',
+        "megamoe_attention_tokens_total 3.0",
+        "megamoe_attention_sequences 1.0",
+        "megamoe_attention_cache_pages_used 1.0",
+        "megamoe_attention_cache_pages 8.0",
+        'megamoe_attention_step_seconds_count{phase="kernel"} 1.0',
+    ):
+        assert line in text, line
+    state = server.app.state.dashboard.state()
+    assert state["attention"]["step"]["num_tokens"] == 3
+    assert (state["attention"]["pages_used"], state["attention"]["pages"]) == (1, 8)
+    assert state["step"] is None
+
+
+# ---------------------------------------------------------------- ranks
+
+
+class Peer:
+    """The layer that the ranks hold, in this process: the same weights, caches of its own."""
+
+    def __init__(self, num_pages: int) -> None:
+        import torch
+
+        from launcher.serving.source import AttentionSource
+        from megamoe.attention_layer import open_attention_pre
+        from megamoe.attention_pre.data import random_weights
+
+        self.torch = torch
+        spec = AttentionSource(SPEC, num_pages, 0).spec()
+        weights = random_weights(spec, num_pages * 64, 0)
+        self.layer = open_attention_pre(spec, weights, num_pages=num_pages, engine="oracle")
+
+    def run(self, x, residual, new, keys, table) -> dict[str, np.ndarray]:
+        torch = self.torch
+        rows = [torch.from_numpy(t.view(np.uint16)).view(torch.bfloat16) for t in (x, residual)]
+        out = self.layer.run(
+            *rows, new_tokens=new, context_lens=keys,
+            block_table=torch.tensor(table, dtype=torch.int32),
+        )  # fmt: skip
+        named = {**out._asdict(), "logits": out.logits[:, : max(keys)]}
+        return {
+            name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).contiguous().numpy()
+            for name, t in named.items()
+        }
+
+
+def bits(result, name):
+    array = result.as_numpy(name)
+    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+@pytest.fixture(scope="module")
+def served():
+    options = ("--attention-pre", SPEC, "--cache-pages", "12", "--fault-injection")
+    with Served(*options, "--timeout", "5", "--heartbeat", "0.3") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+def test_ranks_append_to_sequences_beside_moe_requests(served):
+    """Three sequences in turn, past the end of a page, each output bit for bit as the layer's."""
+    peer = Peer(12)
+    tables = {1: [[0, 1, 2]], 2: [[3, 4, 5]], 3: [[6, 7, 8]]}
+    lengths = dict.fromkeys(tables, 0)
+    case = make_tokens(30, 4)
+    with oip.InferenceServerClient(f"127.0.0.1:{served.port}", concurrency=2) as client:
+        want_moe = output_bits(client, *case)
+        for turn, counts in enumerate([(60, 1, 33), (9, 128, 1), (1, 2, 90)]):
+            for name, n in zip(tables, counts, strict=True):
+                x, residual = tokens(n, 10 * turn + name)
+                moe = client.async_infer("moe", moe_inputs(*case))
+                have = infer(client, x, residual, sequence=name, start=turn == 0)
+                lengths[name] += n
+                want = peer.run(x, residual, [n], [lengths[name]], tables[name])
+                for output in OUTPUTS:
+                    assert_same(bits(have, output), want[output])
+                assert_same(moe.get_result().as_numpy("output").view(np.uint16), want_moe)
+        assert lengths == {1: 70, 2: 131, 3: 124}
+        assert served.metric("megamoe_attention_sequences") == 3
+        times = have.get_response()["parameters"]
+        assert times["kernel_us"] > 0
+        for name in tables:
+            infer(client, *tokens(1), sequence=name, end=True)
+        assert served.metric("megamoe_attention_cache_pages_used") == 0
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+def test_ranks_run_requests_that_bring_their_cache(served):
+    """The rows that one request wrote are the cache that the next one sends."""
+    peer = Peer(12)
+    x, residual = tokens(100, 5)
+    more, more_residual = tokens(3, 6)
+    with served.client() as client:
+        first = infer(client, x, residual, outputs=[*OUTPUTS, "index_rows", "latent_rows"])
+        want = peer.run(x, residual, [100], [100], [[0, 1]])
+        for output in OUTPUTS:
+            assert_same(bits(first, output), want[output])
+        assert_same(first.as_numpy("latent_rows"), peer.layer.latent_cache[:100].numpy())
+        rows = first.as_numpy("index_rows")
+        cache = np.zeros((2, PAGE_BYTES), np.uint8)
+        for key, row in enumerate(rows):
+            page, place = divmod(key, 64)
+            cache[page, place * 128 : (place + 1) * 128] = row[:128]
+            at = 64 * 128 + place * 4
+            cache[page, at : at + 4] = row[128:]
+        second = infer(
+            client, more, more_residual, context_lens=[103], index_cache=cache[::-1],
+            block_table=[[1, 0]],
+        )  # fmt: skip
+        want = peer.run(more, more_residual, [3], [103], [[0, 1]])
+        for output in OUTPUTS:
+            assert_same(bits(second, output), want[output])
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+def test_a_restart_of_the_ranks_ends_all_sequences(served):
+    with served.client() as client:
+        infer(client, *tokens(4), sequence=9, start=True)
+        served.fault(0, "kill")
+        served.wait_ready(generation=2)
+        with pytest.raises(InferenceServerException, match="sequence 9 is not known"):
+            infer(client, *tokens(1), sequence=9)
+        assert served.metric("megamoe_attention_sequences") == 0
+        infer(client, *tokens(1), sequence=9, start=True)

@@ -1,0 +1,119 @@
+"""Pages of sequences: who owns which, and that none is lost or shared."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from service.engine import EngineBusy
+from service.sequences import PAGE, SequenceConflict, SequenceError, Sequences
+
+
+@pytest.fixture
+def pages():
+    made = Sequences(idle_s=600)
+    made.renew(1, 8)
+    return made
+
+
+def append(pages, name, n, *, start=False, end=False, fails=False):
+    """(keys before, pages) of one request."""
+    with pages.append(name, n, start=start, end=end) as lease:
+        found = lease.length, list(lease.pages)
+        lease.done = not fails
+    return found
+
+
+def test_a_sequence_keeps_its_pages_and_grows(pages):
+    length, first = append(pages, "a", 60, start=True)
+    assert (length, len(first)) == (0, 1)
+    length, second = append(pages, "a", 5)
+    assert (length, len(second)) == (60, 2)
+    assert second[0] == first[0]
+    assert append(pages, "a", 1, end=True) == (65, second)
+    assert (len(pages), pages.pages_used) == (0, 0)
+
+
+def test_a_request_that_failed_has_not_happened(pages):
+    append(pages, "a", 60, start=True)
+    append(pages, "a", 100, fails=True)
+    assert pages.pages_used == 1
+    assert append(pages, "a", 1)[0] == 60
+    append(pages, "b", 10, start=True, fails=True)
+    with pytest.raises(SequenceError, match="sequence b is not known"):
+        append(pages, "b", 1)
+    append(pages, "a", 1, end=True, fails=True)
+    assert append(pages, "a", 1)[0] == 61
+
+
+def test_starting_again_forgets_what_was(pages):
+    append(pages, "a", 300, start=True)
+    assert append(pages, "a", 3, start=True)[0] == 0
+    assert pages.pages_used == 1
+
+
+def test_one_request_at_a_time(pages):
+    with pages.append("a", 1, start=True, end=False) as lease:
+        with pytest.raises(SequenceConflict, match="in flight"):
+            append(pages, "a", 1)
+        lease.done = True
+    assert append(pages, "a", 1)[0] == 1
+
+
+def test_no_room(pages):
+    with pytest.raises(SequenceError, match=r"513 keys: the caches hold 512"):
+        append(pages, "a", 8 * PAGE + 1, start=True)
+    append(pages, "a", 6 * PAGE, start=True)
+    with pytest.raises(EngineBusy, match=r"3 cache pages are needed and 2 of 8 are free"):
+        append(pages, "b", 3 * PAGE, start=True)
+    assert len(pages) == 1
+    with pages.scratch(2) as lease, pytest.raises(EngineBusy):
+        append(pages, "a", 1)
+    assert len(set(lease.pages)) == 2
+    assert append(pages, "a", 1)[0] == 6 * PAGE
+
+
+def test_idle_sequences_give_way_to_those_that_need_pages(pages):
+    append(pages, "old", 4 * PAGE, start=True)
+    append(pages, "new", 4 * PAGE, start=True)
+    pages.idle_s = 0.0
+    with pages.append("new", 1, start=False, end=False) as lease:
+        assert len(lease.pages) == 5
+        lease.done = True
+    with pytest.raises(SequenceError, match="old is not known"):
+        append(pages, "old", 1)
+
+
+def test_another_group_starts_empty_and_gets_no_page_twice(pages):
+    with pages.append("a", PAGE, start=True, end=False) as lease:
+        pages.renew(2, 4)
+        lease.done = True
+    assert (len(pages), pages.pages_used, pages.num_pages) == (0, 0, 4)
+    with pages.scratch(4) as lease:
+        assert sorted(lease.pages) == [0, 1, 2, 3]
+
+
+def test_no_page_has_two_owners_and_none_is_lost():
+    pages = Sequences(idle_s=600)
+    pages.renew(1, 16)
+    rng = random.Random(3)
+    owned: dict[str, list[int]] = {}
+    for _ in range(3000):
+        name = f"s{rng.randrange(5)}"
+        start, end, fails = name not in owned, rng.random() < 0.2, rng.random() < 0.2
+        try:
+            _, have = append(pages, name, rng.randrange(1, 200), start=start, end=end, fails=fails)
+        except (EngineBusy, SequenceError):
+            if start:
+                assert name not in owned
+            continue
+        others = {page for other, theirs in owned.items() if other != name for page in theirs}
+        assert not others & set(have)
+        assert len(set(have)) == len(have)
+        if not fails:
+            owned[name] = have
+            if end:
+                del owned[name]
+    assert pages.pages_used == sum(map(len, owned.values()))
+    assert len(pages) == len(owned)
