@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Final
 
 from megamoe.errors import SpecError
@@ -142,6 +143,7 @@ def _row_bytes(spec: MoESpec, columns: int) -> float:
     return columns * (1 + 4 / GROUP) if spec.weight_dtype == "fp8" else 2 * columns
 
 
+@cache
 def load(spec: MoESpec, ranks: int, tokens: int, imbalance: float = 1.0) -> Load:
     """Work and bytes of a rank.
 
