@@ -41,6 +41,7 @@ from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling
 from megamoe.cmp.bound import BoundCmp, Tuning, with_wait
 from megamoe.cmp.graphs import MODES, CmpGraph, Mode
 from megamoe.cmp.kernels import Wait
+from megamoe.cmp.prefetch import Prefetch
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
 from megamoe.telemetry import Sampler
@@ -150,12 +151,13 @@ def time_runs(
     launches: int = 60,
     replays: int = 25,
     programmatic: Sequence[tuple[str, str]] | None = None,
+    state: bool = True,
 ) -> Timing:
     """One graph of ``launches`` runs that rotates over the bound plans."""
     runs = [bounds[i % len(bounds)] for i in range(launches)]
     graph = CmpGraph(runs, mode, programmatic=programmatic)
     stream = torch.cuda.current_stream().cuda_stream
-    timing = _replay(lambda _: graph.launch(stream), launches, replays)
+    timing = _replay(lambda _: graph.launch(stream), launches, replays, state=state)
     graph.close()
     return timing
 
@@ -216,7 +218,8 @@ def _row(variant: str, batch: Batch, l2: str, timing: Timing, **more: Any) -> Ro
     }
 
 
-def _plan(graph: StageGraph, batch: Batch, tiles: TileConfig | None = None) -> KernelPlan:
+def plan_for(graph: StageGraph, batch: Batch, tiles: TileConfig | None = None) -> KernelPlan:
+    """The plan whose stages become kernels."""
     workers = torch.cuda.get_device_properties(0).multi_processor_count
     return Planner(graph, workers, queue="round_robin", tiles=tiles).plan(batch)
 
@@ -228,24 +231,40 @@ def bench_variants(
     modes: Sequence[Mode] = MODES,
     l2: Sequence[str] = ("cold", "warm"),
     tuning: Mapping[str, Tuning] | None = None,
+    prefetch: Prefetch | None = None,
     check: bool = True,
     launches: int = 60,
     replays: int = 25,
 ) -> list[Row]:
     """Every mode on one shape; the first copy's scores are compared with the oracle's before.
 
+    Args:
+        copies: weights.
+        batch: the shape.
+        modes: kinds of graph.
+        l2: ``"cold"``, ``"warm"`` or both.
+        tuning: see ``BoundCmp``.
+        prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with this
+            node.
+        check: whether scores are compared.
+        launches: runs of a timed graph.
+        replays: of a timed graph.
+
     Returns:
         Rows with ``variant`` (the mode), ``m``, ``requests``, ``kv``, ``l2``, ``us``, ``p99_us``,
         ``graph_us`` and ``span_us`` (one run; cold), clocks, ``floor_us``, ``max_rel_err``.
     """
-    plan = _plan(partition(attention_pre_graph(copies.spec)), batch)
+    plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
     tensors = copies.tensors(plan, host)
-    bounds = [BoundCmp(plan, t, tuning=tuning) for t in tensors]
-    traced = [BoundCmp(plan, t, tuning=tuning, trace=True) for t in tensors]
     floor = floor_us(tensors[0], batch, copies.spec)
+    variants: list[tuple[str, Mode, Prefetch | None]] = [(mode, mode, None) for mode in modes]
+    if prefetch is not None:
+        variants.append(("branches_pdl_l2", "branches_pdl", prefetch))
     rows, error = [], None
-    for mode in modes:
+    for variant, mode, node in variants:
+        bounds = [BoundCmp(plan, t, tuning=tuning, prefetch=node) for t in tensors]
+        traced = [BoundCmp(plan, t, tuning=tuning, prefetch=node, trace=True) for t in tensors]
         first = CmpGraph(bounds[:1], mode)
         tensors[0]["E1.paged_logits.out"].fill_(torch.nan)
         first.launch(torch.cuda.current_stream().cuda_stream)
@@ -264,7 +283,7 @@ def bench_variants(
             more = {"graph_us": round(graph_us, 3), "span_us": round(span, 3)}
             rows.append(
                 _row(
-                    mode,
+                    variant,
                     batch,
                     state,
                     timing,
@@ -281,19 +300,20 @@ def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) 
     full = partition(attention_pre_graph(copies.spec))
     only = ("A0", "B0p")
     waits: tuple[Wait, ...] = ("entry", "prologue", "late")
+    modes: tuple[Mode, ...] = ("branches", "branches_pdl")
     made = []
     for m in rows_of:
         batch = batch_of(m, 512)
-        plan = _plan(subgraph(full, ["A0", "B0"]), batch)
+        plan = plan_for(subgraph(full, ["A0", "B0"]), batch)
         host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
         tensors = copies.tensors(plan, host)
         for wait in waits:
             tuning = with_wait({}, "B0p", wait)
             bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
             traced = [BoundCmp(plan, t, tuning=tuning, only=only, trace=True) for t in tensors]
-            for mode in ("branches", "branches_pdl"):
-                timing = time_runs(bounds, mode)  # type: ignore[arg-type]
-                graph_us, span = time_single(traced, mode)  # type: ignore[arg-type]
+            for mode in modes:
+                timing = time_runs(bounds, mode)
+                graph_us, span = time_single(traced, mode)
                 pdl = mode == "branches_pdl"
                 made.append(
                     _row(
@@ -338,7 +358,7 @@ def bench_counter(
         batch = batch_of(m, 512)
         block = min(max(8, 1 << (m - 1).bit_length()), 128)
         tiles = TileConfig("counter", block, {"O": Tiling(split_k=2), "N": Tiling()})
-        plan = _plan(partition(counter_graph(inputs, hidden)), batch, tiles)
+        plan = plan_for(partition(counter_graph(inputs, hidden)), batch, tiles)
         given = {
             "codes": torch.randn(m, inputs).to(torch.float8_e4m3fn),
             "scales": torch.ones(m, inputs // 128),
@@ -371,7 +391,7 @@ def bench_prefixes(copies: Copies, batch: Batch) -> list[Row]:
     made = []
     for i, name in enumerate(PREFIXES):
         for variant, names in (("prefix", PREFIXES[: i + 1]), ("alone", (name,))):
-            plan = _plan(subgraph(full, names), batch)
+            plan = plan_for(subgraph(full, names), batch)
             bounds = [BoundCmp(plan, t) for t in copies.tensors(plan, host)]
             timing = time_runs(bounds, "branches_pdl")
             made.append(_row(f"branches_pdl {variant} {' '.join(names)}", batch, "cold", timing))

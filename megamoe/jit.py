@@ -25,7 +25,7 @@ from typing import Any
 
 from megamoe.errors import BackendUnavailable, MegaMoeError
 
-__all__ = ["ARCH", "Cubin", "Resources", "cache_dir", "compile_cubin", "source_root"]
+__all__ = ["ARCH", "Cubin", "Resources", "cache_dir", "compile_cubin", "compile_ptx", "source_root"]
 
 ARCH = "sm_90a"
 """Hopper with its own instructions (wgmma, setmaxnreg)."""
@@ -218,7 +218,15 @@ def _nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _nvrtc(unit: str, flags: list[str]) -> tuple[bytes, str]:
+def compile_ptx(unit: str, defines: Mapping[str, int | str]) -> str:
+    """The PTX of ``csrc/<unit>``, for tests that read it; see ``compile_cubin``. Not cached."""
+    flags = [f"--gpu-architecture={ARCH.replace('sm', 'compute')}", "--std=c++20"]
+    flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    image, _ = _nvrtc(unit, flags, kind="PTX")
+    return image.rstrip(b"\0").decode()
+
+
+def _nvrtc(unit: str, flags: list[str], kind: str = "CUBIN") -> tuple[bytes, str]:
     nvrtc = _bindings()
     root = source_root()
     cuda, cccl = _headers()
@@ -236,9 +244,9 @@ def _nvrtc(unit: str, flags: list[str]) -> tuple[bytes, str]:
         log = raw.rstrip(b"\0 \n").decode(errors="replace")
         if int(error) != 0:
             raise MegaMoeError(f"NVRTC rejects {unit} with {' '.join(flags)}:\n{log}")
-        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        _, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
         image = bytes(size)
-        nvrtc.nvrtcGetCUBIN(program, image)
+        getattr(nvrtc, f"nvrtcGet{kind}")(program, image)
         return image, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)

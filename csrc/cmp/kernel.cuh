@@ -19,6 +19,7 @@
 #include "attention_pre/ops/norm_quant.cuh"
 #include "attention_pre/ops/projections.cuh"
 #include "cmp/loaders.cuh"
+#include "cmp/warm.cuh"
 
 namespace megamoe::attention {
 
@@ -34,6 +35,15 @@ static_assert(kPartials == operand::index_key::partials &&
               kPartials == operand::index_query::partials &&
               kPartials == operand::gemm_store::partials);
 
+// A main loop waits for as many pages as it has blocks in flight before it releases one.
+MEGAMOE_HD constexpr bool pages_suffice() {
+    constexpr int kWidth = Body::kBand * Body::kTiles;
+    constexpr int kMost = kWidth <= 32 ? 4 / Body::kTiles : kWidth <= 64 ? 2 : 1;
+    if (!kHasLoaders || Body::kLoads != Loads::kFp8) return true;  // BF16 asserts it itself
+    return blocks_at_once(Body::kBlocks, kMost) * Body::kTiles <= int(kWeightPages);
+}
+static_assert(pages_suffice(), "too few weight pages for the main loop");
+
 template <class S>
 MEGAMOE_DEVICE void partial(const Task& t) {
     Tiles<S> acc;
@@ -45,6 +55,7 @@ MEGAMOE_DEVICE void partial(const Task& t) {
 template <class S, class Finisher>
 MEGAMOE_DEVICE void finish(const Task& t) {
     Finisher finisher(t);
+    if constexpr (requires { finisher.ask(0u); }) finisher.ask(0);
     finisher.early(0);
     t.wait_inputs();
     emit_sums<S::kBand>(t, t.operand<float>(kPartials), S::kN, finisher);
@@ -117,6 +128,7 @@ MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t wa
 MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
     const AttentionParams none{};
     const Task t{none, s, s.slot[0], 0, 0};
+    if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
     if (p.delay_ns) {
         t.wait_inputs();
         const uint64_t start = ptx::now_ns();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -27,6 +28,7 @@ from megamoe.cmp.kernels import (
     kernel_shape,
     standalone_kernels,
 )
+from megamoe.cmp.prefetch import Prefetch, PrefetchParams, prefetch_function, prefetch_node
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 __all__ = ["TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
@@ -83,6 +85,15 @@ class _Loaded:
     function: Any
     threads: int
     shared_bytes: int
+
+
+def _shape(kernel: StandaloneKernel, tuned: Tuning) -> Shape:
+    return kernel_shape(kernel, tuned.weight_pages, tuned.ctas)
+
+
+def _compile(kernel: StandaloneKernel, tuned: Tuning) -> None:
+    """Into the cache."""
+    compile_kernel(kernel.specialization, kernel.part, _shape(kernel, tuned), wait=tuned.wait)
 
 
 _LOADED: dict[tuple[int, Specialization, Part, Shape, Wait], _Loaded] = {}
@@ -144,7 +155,7 @@ class BoundKernel:
     threads: int
     shared_bytes: int
     priority: int
-    params: _CmpParams
+    params: ctypes.Structure
 
     @property
     def pointers(self) -> int:
@@ -161,6 +172,7 @@ class BoundCmp:
         tensors: every buffer that the plan names, on the current device.
         tuning: by kernel name; the others take ``TUNING``'s.
         only: names of the kernels to run, where not all.
+        prefetch: a node beside the kernels that brings weights into L2.
         trace: whether kernels note when their CTAs entered, had their inputs, and ended.
 
     Attributes:
@@ -179,6 +191,7 @@ class BoundCmp:
         *,
         tuning: Mapping[str, Tuning] | None = None,
         only: Collection[str] = (),
+        prefetch: Prefetch | None = None,
         trace: bool = False,
     ) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -199,6 +212,8 @@ class BoundCmp:
         self._tables: list[Tensor] = []
         self.kernels: list[BoundKernel] = []
         self._stamps: dict[str, Tensor] = {}
+        with ThreadPoolExecutor(8) as pool:  # the compiler runs without Python's lock
+            list(pool.map(lambda k: _compile(k, wanted.get(k.name, Tuning())), parts))
         for part in parts:
             row = plan.rows.index(part.row)
             maps = bytes(256)
@@ -207,6 +222,18 @@ class BoundCmp:
                 maps = _stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
+        if prefetch is not None:
+            self._add_prefetch(prefetch)
+
+    def _add_prefetch(self, prefetch: Prefetch) -> None:
+        names = [b.kernel.name for b in self.kernels]
+        if prefetch.after not in names:
+            raise SpecError(f"no kernel {prefetch.after!r} to prefetch after: {', '.join(names)}")
+        _, function = prefetch_function(self.device.index)
+        params = PrefetchParams.of(prefetch, self._tensors)
+        node = prefetch_node(self.device)
+        self.edges = (*self.edges, (names.index(prefetch.after), len(self.kernels)))
+        self.kernels.append(BoundKernel(node, function, 32, 0, 0, params))
 
     def _bind(
         self,
@@ -216,7 +243,7 @@ class BoundCmp:
         maps: bytes,
         trace: bool,
     ) -> BoundKernel:
-        loaded = _load(part, kernel_shape(part, tuned.weight_pages, tuned.ctas), tuned.wait)
+        loaded = _load(part, _shape(part, tuned), tuned.wait)
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=_TRIGGERS.index(tuned.trigger))
         params.maps[:] = maps
         params.operands[:] = operands.tolist()
@@ -242,7 +269,7 @@ class BoundCmp:
         For tests: a consumer that does not wait for it then reads what was there before.
         """
         for bound in self.kernels:
-            if bound.kernel.name == name:
+            if bound.kernel.name == name and isinstance(bound.params, _CmpParams):
                 bound.params.delay_ns = int(microseconds * 1e3)
                 return
         raise SpecError(

@@ -144,13 +144,13 @@ class CmpGraph:
 
     def _stream(self) -> Any:
         driver = _driver()
-        flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._streams.append(_check(driver.cuStreamCreate(flag), "a stream"))
         return self._streams[-1]
 
     def _event(self) -> Any:
         driver = _driver()
-        flag = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._events.append(_check(driver.cuEventCreate(flag), "an event"))
         return self._events[-1]
 
@@ -191,8 +191,8 @@ class CmpGraph:
                 params.kernelParams = bound.pointers
                 name = bound.kernel.name
                 node = _check(driver.cuGraphAddKernelNode(graph, [], 0, params), f"node {name}")
-                priority = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-                value = driver.CUlaunchAttributeValue()
+                priority = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+                value = driver.CUkernelNodeAttrValue()
                 value.priority = bound.priority
                 _check(
                     driver.cuGraphKernelNodeSetAttribute(node, priority, value),

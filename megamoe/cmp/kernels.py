@@ -36,6 +36,7 @@ __all__ = [
     "TaskGrid",
     "Wait",
     "compile_kernel",
+    "kernel_defines",
     "kernel_shape",
     "standalone_kernels",
 ]
@@ -319,12 +320,16 @@ def kernel_shape(kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0)
     bf16 = spec.opcode in ("head_gate", "absorb_query")
     blocks = spec.k_tile * (2 if bf16 else 1) // GROUP
     per_page = GROUP // spec.band
+    # Blocks that a main loop holds at once (``blocks_at_once`` of csrc/attention_pre/ops).
+    width = spec.band * tiles
+    most = 4 if bf16 else 4 // tiles if width <= 32 else 2 if width <= 64 else 1
+    held = next((d for d in range(most, 1, -1) if blocks % d == 0), 1)
     inputs = min(-(-blocks // per_page), 3 if spec.band <= 32 else 5)
-    if bf16:  # its main loop holds up to four blocks at once
-        inputs = -(-min(4, blocks) // per_page) + 1
-    most = 12 - inputs
+    if bf16:
+        inputs = -(-held // per_page) + 1
+    chosen = weight_pages or min(blocks * tiles, 8, 12 - inputs)
     return Shape(
-        weight_pages or min(blocks * tiles, 8, most),
+        min(max(chosen, held * tiles), blocks * tiles),
         inputs,
         ctas or (2 if spec.band <= 32 else 1),
     )
@@ -343,6 +348,13 @@ def compile_kernel(
             store, weights before; ``"prologue"``: after barriers and descriptors; ``"entry"``:
             first of all; ``"never"``: wrong, planted by tests.
     """
+    return jit.compile_cubin("cmp/cmp.cu", kernel_defines(specialization, part, shape, wait))
+
+
+def kernel_defines(
+    specialization: Specialization, part: Part, shape: Shape, wait: Wait
+) -> dict[str, int | str]:
+    """The macros of ``compile_kernel``."""
     defines: dict[str, int | str] = {
         "MEGAMOE_ATTENTION_SPECS": spec_macro([specialization]),
         "MEGAMOE_ATTENTION_STANDALONE": 1,
@@ -356,4 +368,4 @@ def compile_kernel(
         defines["MEGAMOE_CMP_NEVER_WAIT"] = 1
     else:
         defines["MEGAMOE_CMP_WAIT"] = WAITS.index(wait)
-    return jit.compile_cubin("cmp/cmp.cu", defines)
+    return defines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
-from megamoe.backends.attention import AttentionKernel, BoundPlan
+from megamoe.backends.attention import AttentionKernel, BoundPlan, compile_attention
 from megamoe.cmp.bound import BoundCmp, Tuning
 from megamoe.cmp.graphs import MODES, CmpGraph
 from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
@@ -27,6 +28,16 @@ RAGGED = Batch(((4, 300), (3, 70), (1, 1), (2, 513)))
 POW2 = replace(SMALL, scale_pow2=True)
 WORKERS = 132
 NAMES = ("A0", "B0p", "B0f", "C0", "B1p", "B1f", "D1p", "D1f", "D0", "D2", "E1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megakernels():
+    """Begins to compile what takes longest; whoever asks for it waits for this."""
+    cases = [Case(SMALL, RAGGED), Case(GLM, glm_batch(16, 2048))]
+    with ThreadPoolExecutor(2) as pool:
+        for case in cases:
+            pool.submit(compile_attention, planned(case).specializations)
+        yield
 
 
 @cache
@@ -131,20 +142,6 @@ def test_published_dimensions(rows):
     check(case, tensors)
 
 
-@pytest.mark.parametrize(("spec", "batch"), [(SMALL, RAGGED), (GLM, glm_batch(16, 2048))])
-def test_the_megakernel_makes_the_same_bits(spec, batch):
-    """Same bodies, same tiles, same order of sums."""
-    case = Case(spec, batch)
-    plan, encoded, tensors = buffers(case)
-    BoundPlan(AttentionKernel(plan.specializations), encoded, tensors).run()
-    expected = results(encoded, tensors)
-    for mode in ("single_stream", "branches_pdl"):
-        put(case, tensors)
-        poison(encoded, tensors)
-        run(CmpGraph([BoundCmp(plan, tensors)], mode))
-        assert_same_bits(results(encoded, tensors), expected)
-
-
 @pytest.mark.parametrize("mode", ["single_stream_pdl", "branches_pdl", "manual_streams"])
 def test_ten_thousand_replays_of_poisoned_buffers(mode):
     """Two inputs by turns: whoever reads too early finds the other's results, or NaN."""
@@ -202,3 +199,17 @@ def test_a_missing_wait_is_caught(producer, consumer):
     """The same, with a consumer that was built without its wait."""
     with pytest.raises(AssertionError, match="byte"):
         assert_same_bits(*delayed(producer, consumer, "never"))
+
+
+@pytest.mark.parametrize(("spec", "batch"), [(SMALL, RAGGED), (GLM, glm_batch(16, 2048))])
+def test_the_megakernel_makes_the_same_bits(spec, batch):
+    """Same bodies, same tiles, same order of sums."""
+    case = Case(spec, batch)
+    plan, encoded, tensors = buffers(case)
+    BoundPlan(AttentionKernel(plan.specializations), encoded, tensors).run()
+    expected = results(encoded, tensors)
+    for mode in ("single_stream", "branches_pdl"):
+        put(case, tensors)
+        poison(encoded, tensors)
+        run(CmpGraph([BoundCmp(plan, tensors)], mode))
+        assert_same_bits(results(encoded, tensors), expected)
