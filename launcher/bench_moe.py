@@ -195,6 +195,10 @@ def _against(names: list[str] | None, device: str) -> list[str]:
 
 def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as_json: bool) -> int:
     found: dict[str, Any] = {"meta": {}, "rows": []}
+    if group.device != "cpu":
+        import torch
+
+        found["meta"] = _meta(group, "cuda", torch.cuda.get_device_name())
     with progress(shown=group.first and not as_json) as bar:
         for of_model in options:
             before = list(found["rows"])
@@ -214,6 +218,7 @@ def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as
 
                 rows, backend, device = gpu_rows.bench(group, of_model, bar, keep)
             found["rows"] = [*before, *rows]
+        if group.device == "cpu":
             found["meta"] = _meta(group, backend, device)
     ok = all(row["ok"] for row in found["rows"])
     if group.first:

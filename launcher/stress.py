@@ -318,6 +318,7 @@ def _case(
     }
     every = _gather(mine, num_ranks, members)
     spread = skew([m["idx"] for m in every], spec)
+    blocks = _blocks(spec, layer.config.block_m, [m["idx"] for m in every])
     return {
         "routing": load.routing,
         "ring_blocks_l1": counters.ring_l1_blocks,
@@ -331,11 +332,26 @@ def _case(
         "backpressure_events": _over(sum, [m["events"] for m in every]),
         "high_water_l1": _over(max, [m["l1"] for m in every]),
         "high_water_l2": _over(max, [m["l2"] for m in every]),
+        "blocks": max(blocks),
+        "reuses_l1": sum(max(0, n - counters.ring_l1_blocks) for n in blocks),
+        "reuses_l2": sum(max(0, n - counters.ring_l2_blocks) for n in blocks),
         "max_over_mean": round(spread.max_over_mean, 3),
         "skew": spread.to_dict(),
         "ok": all(m["same"] and not m["problem"] for m in every),
         "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
     }
+
+
+def _blocks(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
+    """Blocks that each rank works on; those beyond a ring's capacity take a slot used before."""
+    import torch
+
+    rows = torch.stack(
+        [torch.bincount(t[t >= 0].flatten(), minlength=spec.num_experts) for t in topk_idx]
+    ).sum(0)
+    routed = -(-rows.view(len(topk_idx), -1) // block_m)
+    shared = [spec.num_shared * -(-t.shape[0] // block_m) for t in topk_idx]
+    return [int(n) + s for n, s in zip(routed.sum(1), shared, strict=True)]
 
 
 def _judge(
@@ -429,6 +445,7 @@ def _report(
         "wrong": len(wrong),
         "bitwise_equal": sum(r["bitwise_equal"] for r in rows),
         "with_backpressure": pressed,
+        "with_reused_slots": sum(r["reuses_l1"] + r["reuses_l2"] > 0 for r in rows),
         "max_rel_err": max(r["max_rel_err"] for r in rows),
         "seconds": round(seconds, 1),
     }
@@ -444,6 +461,7 @@ def _report(
         "ring L1/L2",
         "cases",
         "bitwise equal",
+        "slots reused",
         "back-pressure",
         "high water L1/L2",
         "skew max/mean",
@@ -460,6 +478,7 @@ def _report(
             f"{l1}/{l2}",
             str(len(some)),
             str(sum(r["bitwise_equal"] for r in some)),
+            str(sum(r["reuses_l1"] + r["reuses_l2"] for r in some)),
             counted(_over(sum, [r["backpressure_events"] for r in some])),
             "/".join(counted(_over(max, [r[name] for r in some])) for name in marks),
             f"{max(r['max_over_mean'] for r in some):.2f}",

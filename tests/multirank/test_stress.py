@@ -42,6 +42,10 @@ def test_two_rank_processes(tmp_path):
     assert all(r["bitwise_equal"] and r["ok"] for r in rows)
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
     assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)
+    # Nothing waits for a slot where every block has its own; and rings of one block are reused.
+    assert all(r["reuses_l1"] + r["reuses_l2"] or not r["backpressure_events"] for r in rows)
+    assert all(r["reuses_l1"] for r in rows if r["ring_blocks_l1"] == 1 and r["blocks"] > 1)
+    assert any(r["reuses_l1"] == 0 for r in rows)
     assert max(r["max_over_mean"] for r in rows) == 2.0  # all_to_one
     assert max(r["skew"]["empty_experts"] for r in rows) == 3  # one_expert
 
