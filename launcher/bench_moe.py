@@ -119,6 +119,10 @@ def command(
     seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
     backend: BackendOption = "auto",
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a report: JSON, one HTML file, and a trace of a call."),
+    ] = None,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -152,7 +156,7 @@ def command(
         context,
         "launcher.bench_moe",
         ranks,
-        lambda group: _bench(group, options(group), output, as_json=as_json),
+        lambda group: _bench(group, options(group), output, report, as_json=as_json),
         default_ranks=2,
         backend=backend,
         debug=debug,
@@ -193,7 +197,14 @@ def _against(names: list[str] | None, device: str) -> list[str]:
     return names
 
 
-def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as_json: bool) -> int:
+def _bench(
+    group: Group,
+    options: list[BenchOptions],
+    output: Path | None,
+    report: Path | None,
+    *,
+    as_json: bool,
+) -> int:
     found: dict[str, Any] = {"meta": {}, "rows": []}
     if group.device != "cpu":
         import torch
@@ -220,6 +231,11 @@ def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as
             found["rows"] = [*before, *rows]
         if group.device == "cpu":
             found["meta"] = _meta(group, backend, device)
+    written: list[Path] = []
+    if report is not None:
+        from launcher.moe_report import write_moe_report
+
+        written = write_moe_report(group, options[0], found, report)
     ok = all(row["ok"] for row in found["rows"])
     if group.first:
         if output is not None:
@@ -230,6 +246,8 @@ def _bench(group: Group, options: list[BenchOptions], output: Path | None, *, as
             _print(found, output)
         else:
             _print_gpu(found, output)
+        for path in [] if as_json else written:
+            stdout.print(f"written: {path}", soft_wrap=True)
     return 0 if ok else EXIT_WRONG
 
 

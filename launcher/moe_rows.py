@@ -234,6 +234,8 @@ def _row(
         reasons |= dict.fromkeys(timed, reasons[ours.name])
     return {
         "model": options.model,
+        "experts": batch.spec.num_experts,
+        "weight_dtype": batch.spec.weight_dtype,
         "ranks": group.num_ranks,
         "tokens": batch.counts[0] if len(set(batch.counts)) == 1 else batch.counts,
         "routing": routing,

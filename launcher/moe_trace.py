@@ -272,7 +272,8 @@ def trace_figures(trace: LayerTrace) -> dict[str, Any]:
     """Sums of a trace, in µs.
 
     Returns:
-        ``call_us`` from the first event to the last; ``busy_us`` by kind, summed over units;
+        ``call_us`` from the first event to the last; ``additions`` to words in L2 that the protocol
+        makes for what was recorded; ``busy_us`` by kind, summed over units;
         ``wait_us`` by role and awaited word; ``compute_us`` and ``communication_us``, when any unit
         computes and when any pulls or scatters rows, ``overlapped_us`` of it both; ``overlap``,
         their share of the communication; ``exposed_us`` when no unit computes; ``math_busy``, the
@@ -311,6 +312,9 @@ def trace_figures(trace: LayerTrace) -> dict[str, Any]:
     return {
         "call_us": round((end - begin) * us, 1),
         "events": len(events),
+        "units": trace.num_units,
+        # Tickets, finished tiles, rows that arrive in the ring and, as results, at their tokens.
+        "additions": 3 * len(trace.of("publish1")) + 2 * len(trace.of("publish2")) + 2 * len(rows),
         "busy_us": busy,
         "wait_us": wait,
         "compute_us": round(_length(compute) * us, 1),
