@@ -1,7 +1,8 @@
 """Small calls of the MoE kernels, for compute-sanitizer (``scripts/gpu_sanitize``).
 
 Every case is compared with the oracle, so that a tool cannot call a wrong result clean. Few CTAs,
-because the tools run instrumented code a hundred times slower.
+because the tools run instrumented code a hundred times slower. Kernels are compiled with line
+numbers; ``--compile`` does only that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import replace
 
 import torch
 
+from megamoe import jit
+from megamoe.backends.cuda import compile_moe
 from megamoe.spec import EpConfig, MoESpec
 from tests.cases import Case
 from tests.compare import assert_matches_oracle
@@ -57,6 +60,11 @@ def run(case: Case, block_m: int) -> None:
 
 
 def main() -> None:
+    jit._FLAGS = (*jit._FLAGS, "--generate-line-info")
+    if sys.argv[1:] == ["--compile"]:
+        for case, _ in CASES.values():
+            compile_moe(case.spec)
+        return
     torch.zeros(1, device="cuda")
     for name in sys.argv[1:] or ["few", "many", "minimum", "bf16"]:
         start = time.monotonic()
