@@ -1,456 +1,106 @@
-"""Times the standalone kernels on one Hopper GPU: ``megamoe bench cmp``.
+"""``megamoe bench cmp``: attention-pre as eleven kernels, with and without branches and PDL.
 
-    variants   the ablation (one chain or branches, programmatic or not), and the two other ways
-    edge       three places of the consumer's wait on the edge A0 -> B0p, for several M
-    counter    an edge whose consumer has nothing to do before its wait
-    prefixes   the graph stage by stage, and each stage alone
-
-Method, as for the megakernel: a graph of many runs one after another that rotates over several
-copies of weights and caches (cold L2) or stays on one (warm); the time is the graph's over its
-runs. ``graph_us`` is one run's graph between two events, ``span_us`` the first CTA's entry to the
-last one's end in such a run, by time stamps in a build that takes them.
+Every kind of graph is compared with the oracle before it is timed. The figures' method is said in
+``launcher/cmp_rows.py``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-import torch
-from torch import Tensor
+import typer
 
-from launcher.bench_attention_pre import batch_of, floor_us
-from megamoe.attention_pre.data import (
-    random_caches,
-    random_fp8_weight,
-    random_inputs,
-    random_weights,
-)
-from megamoe.attention_pre.encode import encode
-from megamoe.attention_pre.graphs import attention_pre_graph
-from megamoe.attention_pre.op_graph import OpGraph
-from megamoe.attention_pre.plan import KernelPlan, Planner
-from megamoe.attention_pre.stages import StageGraph, partition, subgraph
-from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling
-from megamoe.cmp.bound import BoundCmp, Tuning, with_wait
-from megamoe.cmp.graphs import MODES, CmpGraph, Mode
-from megamoe.cmp.kernels import Wait
-from megamoe.cmp.prefetch import Prefetch
-from megamoe.reference.attention_pre import AttentionPreOracle
-from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
-from megamoe.telemetry import Sampler
+from launcher.console import DebugFlag, JsonFlag, errors_to_exit, print_json, stdout, table
+from megamoe.errors import BackendUnavailable, SpecError
+from megamoe.spec import ATTENTION_MODELS
 
-__all__ = ["PREFIXES", "Copies", "bench_counter", "bench_edge", "bench_prefixes", "bench_variants"]
+__all__ = ["command", "measure"]
 
-PREFIXES: Final = ("A0", "C0", "B1", "B0", "D0", "D1", "D2", "E1")
-"""The order in which stages join the graph in the table of prefixes."""
-_DTYPES: Final = {
-    "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn,
-    "fp32": torch.float32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bytes": torch.uint8,
-}
-Row = dict[str, Any]
+_WHAT: Final = ("variants", "edge", "counter", "prefixes")
 
 
-@dataclass
-class Copies:
-    """Weights of a layer on the device, several times; and buffers of plans on each.
+def command(
+    what: Annotated[
+        list[str] | None,
+        typer.Option(help="variants (default), edge, counter or prefixes. May be repeated."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="glm-5 or glm-5.2.")] = "glm-5.2",
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Token rows, 16 unless given.")
+    ] = None,
+    kv: Annotated[
+        list[int] | None, typer.Option(min=1, help="Keys of a request, 8192 unless given.")
+    ] = None,
+    copies: Annotated[
+        int, typer.Option(min=1, help="Of weights and caches; 6 are three times L2.")
+    ] = 6,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON results file; rows of other variants are kept.")
+    ] = None,
+    as_json: JsonFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Time attention-pre as eleven kernels: one chain or branches, without and with PDL."""
+    with errors_to_exit(debug=debug):
+        chosen = what or ["variants"]
+        if unknown := sorted(set(chosen) - set(_WHAT)):
+            raise SpecError(f"--what {unknown[0]}: must be one of {', '.join(_WHAT)}")
+        if model not in ATTENTION_MODELS:
+            raise SpecError(f"--model {model}: must be one of {', '.join(ATTENTION_MODELS)}")
+        rows = measure(chosen, model, tokens or [16], kv or [8192], copies)
+        if output:
+            from launcher.cmp_rows import merge_rows
+            from launcher.meta import run_meta
 
-    Attributes:
-        spec: the layer.
-        host: the weights.
-        weights: copies on the device, by name.
+            merge_rows(output, rows, run_meta(copies=copies))
+        if as_json:
+            print_json({"rows": rows})
+            return
+        shown = table(
+            "attention-pre, one H200",
+            "variant",
+            "M",
+            "keys",
+            "L2",
+            "us",
+            "p99 us",
+            "one graph us",
+            "span us",
+        )
+        for row in rows:
+            cells = ("variant", "m", "kv", "l2", "us", "p99_us", "graph_us", "span_us")
+            shown.add_row(*(str(row.get(cell, "-")) for cell in cells))
+        stdout.print(shown)
+
+
+def measure(
+    what: list[str], model: str, tokens: list[int], kv: list[int], copies: int
+) -> list[dict[str, Any]]:
+    """Rows of what was asked for; see ``launcher.cmp_rows``.
+
+    Raises:
+        BackendUnavailable: no Hopper GPU.
     """
+    from megamoe.backends.base import hopper_available
 
-    spec: AttentionPreSpec
-    host: Mapping[str, Tensor]
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    if not hopper_available():
+        raise BackendUnavailable("bench cmp needs a Hopper GPU (compute capability 9.0)")
+    from launcher import cmp_rows
+    from launcher.bench_attention_pre import batch_of
+    from megamoe.cmp.prefetch import Prefetch
 
-    @staticmethod
-    def make(spec: AttentionPreSpec, longest: int, count: int) -> Copies:
-        """Random weights for requests of up to ``longest`` keys."""
-        host = random_weights(spec, longest, seed=0)
-        return Copies(spec, host, [{n: t.cuda() for n, t in host.items()} for _ in range(count)])
-
-    def tensors(self, plan: KernelPlan, host: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """A plan's buffers beside each copy: inputs and caches given, all others NaN."""
-        buffers = encode(plan).buffers
-        every = []
-        for weights in self.weights:
-            made: dict[str, Tensor] = {}
-            for name, buffer in buffers.items():
-                if name in weights:
-                    made[name] = weights[name]
-                elif name in host:
-                    made[name] = host[name].cuda()
-                else:
-                    shape = tuple(int(d) for d in buffer.shape)
-                    made[name] = torch.empty(shape, dtype=_DTYPES[buffer.dtype], device="cuda")
-                    made[name].view(torch.uint8).fill_(0xFF)
-            every.append(made)
-        return every
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds per run, and the GPU's state meanwhile."""
-
-    us: float
-    p99_us: float
-    sm_mhz: float | None
-    watts: float | None
-    throttle: list[str] | None
-
-
-def _replay(
-    launch: Callable[[int], None], runs: int, replays: int, *, state: bool = True
-) -> Timing:
-    """Times ``launch(i)``, a graph of ``runs`` runs, the i-th time."""
-    for i in range(3):
-        launch(i)
-    samples = []
-    for i in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(400_000)  # the host is ahead when the first event is reached
-        begin.record()
-        launch(i)
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / runs)
-    samples.sort()
-    p99 = samples[math.ceil(0.99 * len(samples)) - 1]
-    if not state:
-        return Timing(statistics.median(samples), p99, None, None, None)
-    for i in range(40):  # enough to look at the clocks meanwhile
-        launch(i)
-    reading = Sampler(torch.cuda.current_device()).read()
-    torch.cuda.synchronize()
-    clock, events = reading.values.get("sm_clock_hertz"), reading.clocks_events
-    return Timing(
-        statistics.median(samples),
-        p99,
-        None if clock is None else clock / 1e6,
-        reading.values.get("power_watts"),
-        None if events is None else [name for name, on in events.items() if on],
-    )
-
-
-def time_runs(
-    bounds: Sequence[BoundCmp],
-    mode: Mode,
-    *,
-    launches: int = 60,
-    replays: int = 25,
-    programmatic: Sequence[tuple[str, str]] | None = None,
-    state: bool = True,
-) -> Timing:
-    """One graph of ``launches`` runs that rotates over the bound plans."""
-    runs = [bounds[i % len(bounds)] for i in range(launches)]
-    graph = CmpGraph(runs, mode, programmatic=programmatic)
-    stream = torch.cuda.current_stream().cuda_stream
-    timing = _replay(lambda _: graph.launch(stream), launches, replays, state=state)
-    graph.close()
-    return timing
-
-
-def time_single(
-    bounds: Sequence[BoundCmp],
-    mode: Mode,
-    *,
-    replays: int = 30,
-    programmatic: Sequence[tuple[str, str]] | None = None,
-) -> tuple[float, float]:
-    """(graph time, span) of graphs of one run each, rotating over bound plans that take stamps."""
-    graphs = [CmpGraph([b], mode, programmatic=programmatic) for b in bounds]
-    stream = torch.cuda.current_stream().cuda_stream
-    timing = _replay(lambda i: graphs[i % len(graphs)].launch(stream), 1, replays, state=False)
-    spans = []
-    for i in range(replays):
-        graphs[i % len(graphs)].launch(stream)
-        torch.cuda.synchronize()
-        spans.append(bounds[i % len(graphs)].span_us())
-    for graph in graphs:
-        graph.close()
-    return timing.us, statistics.median(spans)
-
-
-def score_error(copies: Copies, batch: Batch, host: Mapping[str, Tensor], found: Tensor) -> float:
-    """Relative error of scores: norm of the difference from the oracle's over theirs."""
-    inputs = {name: t.clone() for name, t in host.items()}
-    new = [n for n, _ in batch.requests]
-    scores = AttentionPreOracle(copies.spec, copies.host).run(inputs, new).scores
-    got_all = found.cpu().double()
-    difference = reference = 0.0
-    row = 0
-    for count, expected in zip(new, scores, strict=True):
-        got = got_all[row : row + count, : expected.shape[1]]
-        seen = ~expected.isinf()
-        if not bool((got[~seen] == -torch.inf).all()):
-            return math.nan
-        difference += float((got - expected)[seen].square().sum())
-        reference += float(expected[seen].square().sum())
-        row += count
-    return math.sqrt(difference / reference)
-
-
-def _row(variant: str, batch: Batch, l2: str, timing: Timing, **more: Any) -> Row:
-    return {
-        "variant": variant,
-        "m": batch.rows,
-        "requests": len(batch.requests),
-        "kv": max(keys for _, keys in batch.requests),
-        "l2": l2,
-        "us": round(timing.us, 3),
-        "p99_us": round(timing.p99_us, 3),
-        "sm_mhz": timing.sm_mhz,
-        "watts": timing.watts,
-        "throttle": timing.throttle,
-        **more,
-    }
-
-
-def plan_for(graph: StageGraph, batch: Batch, tiles: TileConfig | None = None) -> KernelPlan:
-    """The plan whose stages become kernels."""
-    workers = torch.cuda.get_device_properties(0).multi_processor_count
-    return Planner(graph, workers, queue="round_robin", tiles=tiles).plan(batch)
-
-
-def bench_variants(
-    copies: Copies,
-    batch: Batch,
-    *,
-    modes: Sequence[Mode] = MODES,
-    l2: Sequence[str] = ("cold", "warm"),
-    tuning: Mapping[str, Tuning] | None = None,
-    prefetch: Prefetch | None = None,
-    check: bool = True,
-    launches: int = 60,
-    replays: int = 25,
-) -> list[Row]:
-    """Every mode on one shape; the first copy's scores are compared with the oracle's before.
-
-    Args:
-        copies: weights.
-        batch: the shape.
-        modes: kinds of graph.
-        l2: ``"cold"``, ``"warm"`` or both.
-        tuning: see ``BoundCmp``.
-        prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with this
-            node.
-        check: whether scores are compared.
-        launches: runs of a timed graph.
-        replays: of a timed graph.
-
-    Returns:
-        Rows with ``variant`` (the mode), ``m``, ``requests``, ``kv``, ``l2``, ``us``, ``p99_us``,
-        ``graph_us`` and ``span_us`` (one run; cold), clocks, ``floor_us``, ``max_rel_err``.
-    """
-    plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
-    host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    tensors = copies.tensors(plan, host)
-    floor = floor_us(tensors[0], batch, copies.spec)
-    variants: list[tuple[str, Mode, Prefetch | None]] = [(mode, mode, None) for mode in modes]
-    if prefetch is not None:
-        variants.append(("branches_pdl_l2", "branches_pdl", prefetch))
-    rows, error = [], None
-    for variant, mode, node in variants:
-        bounds = [BoundCmp(plan, t, tuning=tuning, prefetch=node) for t in tensors]
-        traced = [BoundCmp(plan, t, tuning=tuning, prefetch=node, trace=True) for t in tensors]
-        first = CmpGraph(bounds[:1], mode)
-        tensors[0]["E1.paged_logits.out"].fill_(torch.nan)
-        first.launch(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        first.close()
-        if check:
-            if error is None:
-                error = score_error(copies, batch, host, tensors[0]["E1.paged_logits.out"])
-                expected = tensors[0]["E1.paged_logits.out"].clone()
-            assert error < 2e-2, f"{mode}: relative error of the scores {error}"
-            assert torch.equal(expected, tensors[0]["E1.paged_logits.out"]), f"{mode} differs"
-        graph_us, span = time_single(traced, mode)
-        for state in l2:
-            used = bounds if state == "cold" else bounds[:1]
-            timing = time_runs(used, mode, launches=launches, replays=replays)
-            more = {"graph_us": round(graph_us, 3), "span_us": round(span, 3)}
-            rows.append(
-                _row(
-                    variant,
-                    batch,
-                    state,
-                    timing,
-                    **(more if state == "cold" else {}),
-                    floor_us=round(floor, 3),
-                    max_rel_err=error,
-                )
-            )
+    spec = ATTENTION_MODELS[model]
+    held = cmp_rows.Copies.make(spec, max(*kv, 512), copies)
+    rows: list[dict[str, Any]] = []
+    for m in tokens:
+        for keys in kv:
+            if "variants" in what:
+                rows += cmp_rows.bench_variants(held, batch_of(m, keys), prefetch=Prefetch())
+            if "prefixes" in what:
+                rows += cmp_rows.bench_prefixes(held, batch_of(m, keys))
+    if "edge" in what:
+        rows += cmp_rows.bench_edge(held)
+    if "counter" in what:
+        rows += cmp_rows.bench_counter(spec)
     return rows
-
-
-def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) -> list[Row]:
-    """A0 -> B0p alone: three places of the consumer's wait, the edge programmatic or not."""
-    full = partition(attention_pre_graph(copies.spec))
-    only = ("A0", "B0p")
-    waits: tuple[Wait, ...] = ("entry", "prologue", "late")
-    modes: tuple[Mode, ...] = ("branches", "branches_pdl")
-    made = []
-    for m in rows_of:
-        batch = batch_of(m, 512)
-        plan = plan_for(subgraph(full, ["A0", "B0"]), batch)
-        host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-        tensors = copies.tensors(plan, host)
-        for wait in waits:
-            tuning = with_wait({}, "B0p", wait)
-            bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
-            traced = [BoundCmp(plan, t, tuning=tuning, only=only, trace=True) for t in tensors]
-            for mode in modes:
-                timing = time_runs(bounds, mode)
-                graph_us, span = time_single(traced, mode)
-                pdl = mode == "branches_pdl"
-                made.append(
-                    _row(
-                        f"edge A0->B0p {wait}{' pdl' if pdl else ''}",
-                        batch,
-                        "cold",
-                        timing,
-                        graph_us=round(graph_us, 3),
-                        span_us=round(span, 3),
-                    )
-                )
-    return made
-
-
-def counter_graph(inputs: int, hidden: int) -> OpGraph:
-    """Attention's output projection with the residual, then the next block's RMSNorm."""
-    g = OpGraph("output_projection")
-    codes = g.runtime_arg("codes", ("M", inputs), "e4m3")
-    scales = g.runtime_arg("scales", ("M", inputs // 128), "fp32")
-    residual = g.runtime_arg("residual", ("M", hidden))
-    w = g.bound_weight("w_o", (hidden, inputs), "e4m3")
-    w_scales = g.bound_weight("w_o_scales", (hidden // 128, inputs // 128), "fp32")
-    with g.stage("O"):
-        summed = g.add(g.gemm_fp8(codes, scales, w, w_scales), residual)
-    with g.stage("N"):
-        out = g.quant(g.rmsnorm(summed, g.bound_weight("norm", (hidden,)), 1e-5))
-    g.set_outputs(summed, *out)
-    return g
-
-
-def bench_counter(
-    spec: AttentionPreSpec, rows_of: Sequence[int] = (16, 64, 128, 256), copies: int = 4
-) -> list[Row]:
-    """Output projection -> RMSNorm: the consumer has 12 KiB of weights to fetch before its wait."""
-    inputs, hidden = spec.num_heads * 256, spec.hidden
-    g = torch.Generator().manual_seed(0)
-    w, w_scales = random_fp8_weight(hidden, inputs, g)
-    host = {"w_o": w, "w_o_scales": w_scales, "norm": torch.ones(hidden).bfloat16()}
-    held = Copies(spec, host, [{n: t.cuda() for n, t in host.items()} for _ in range(copies)])
-    made = []
-    for m in rows_of:
-        batch = batch_of(m, 512)
-        block = min(max(8, 1 << (m - 1).bit_length()), 128)
-        tiles = TileConfig("counter", block, {"O": Tiling(split_k=2), "N": Tiling()})
-        plan = plan_for(partition(counter_graph(inputs, hidden)), batch, tiles)
-        given = {
-            "codes": torch.randn(m, inputs).to(torch.float8_e4m3fn),
-            "scales": torch.ones(m, inputs // 128),
-            "residual": torch.randn(m, hidden).bfloat16(),
-        }
-        tensors = held.tensors(plan, given)
-        bounds = [BoundCmp(plan, t) for t in tensors]
-        traced = [BoundCmp(plan, t, trace=True) for t in tensors]
-        always = [("Op", "Of")]
-        for name, edges in (("off", always), ("pdl", [*always, ("Of", "N")])):
-            timing = time_runs(bounds, "branches_pdl", programmatic=edges)
-            graph_us, span = time_single(traced, "branches_pdl", programmatic=edges)
-            made.append(
-                _row(
-                    f"counter O->RMSNorm {name}",
-                    batch,
-                    "cold",
-                    timing,
-                    graph_us=round(graph_us, 3),
-                    span_us=round(span, 3),
-                )
-            )
-    return made
-
-
-def bench_prefixes(copies: Copies, batch: Batch) -> list[Row]:
-    """Each stage joined to those before it, and alone; branches and programmatic edges."""
-    full = partition(attention_pre_graph(copies.spec))
-    host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    made = []
-    for i, name in enumerate(PREFIXES):
-        for variant, names in (("prefix", PREFIXES[: i + 1]), ("alone", (name,))):
-            plan = plan_for(subgraph(full, names), batch)
-            bounds = [BoundCmp(plan, t) for t in copies.tensors(plan, host)]
-            timing = time_runs(bounds, "branches_pdl")
-            made.append(_row(f"branches_pdl {variant} {' '.join(names)}", batch, "cold", timing))
-    return made
-
-
-def merge_rows(path: Path, rows: Sequence[Row], meta: Mapping[str, Any]) -> None:
-    """Replaces the rows of the same variant and shape in a results file, and notes the method."""
-    held = json.loads(path.read_text()) if path.exists() else {"meta": {}, "rows": []}
-
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row.get(name) for name in ("variant", "m", "kv", "l2"))
-
-    new = {key(row) for row in rows}
-    kept = [row for row in held["rows"] if key(row) not in new]
-    held["meta"]["cmp"] = dict(meta)
-    held["rows"] = [*kept, *rows]
-    path.write_text(json.dumps(held, indent=1) + "\n")
-
-
-def show(rows: Sequence[Row]) -> None:
-    """One line per row."""
-    for row in rows:
-        print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
-
-
-def main() -> None:
-    """Parses the command line, measures, prints a table and writes the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["variants"])
-    parser.add_argument("--model", default="glm-5.2", choices=sorted(ATTENTION_MODELS))
-    parser.add_argument("--rows", default="16", help="token counts, comma separated")
-    parser.add_argument("--kv", default="8192", help="key counts, comma separated")
-    parser.add_argument("--copies", type=int, default=6)
-    parser.add_argument("--output", type=Path, help="a results file, whose other rows are kept")
-    args = parser.parse_args()
-    spec = ATTENTION_MODELS[args.model]
-    kvs = [int(v) for v in args.kv.split(",")]
-    copies = Copies.make(spec, max(*kvs, 512), args.copies)
-    rows: list[Row] = []
-    for m in (int(v) for v in args.rows.split(",")):
-        for kv in kvs:
-            if "variants" in args.what:
-                rows += bench_variants(copies, batch_of(m, kv))
-                show(rows[-12:])
-            if "prefixes" in args.what:
-                rows += bench_prefixes(copies, batch_of(m, kv))
-                show(rows[-16:])
-    if "edge" in args.what:
-        rows += (more := bench_edge(copies))
-        show(more)
-    if "counter" in args.what:
-        rows += (more := bench_counter(spec))
-        show(more)
-    if args.output:
-        from launcher.meta import run_meta
-
-        merge_rows(args.output, rows, run_meta(copies=args.copies))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from launcher import (
+    bench_cmp,
     bench_moe,
     bench_pdl_chain,
     bench_power,
@@ -42,6 +43,7 @@ app.add_typer(estimate.app, name="estimate")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
 bench.command("moe")(bench_moe.command)
+bench.command("cmp")(bench_cmp.command)
 bench.command("pdl-chain")(bench_pdl_chain.command)
 bench.command("power")(bench_power.command)
 app.add_typer(bench, name="bench")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from launcher.bench_attention_pre import batch_of
-from launcher.bench_cmp import Copies, plan_for, time_runs
+from launcher.cmp_rows import Copies, plan_for, time_runs
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition

@@ -8,22 +8,31 @@ columns, I index heads. The layer owns both caches, which a call writes; a page 
 
 On a Hopper GPU a call runs as one resident kernel (``"megakernel"``) or as eleven kernels in a
 graph with branches and programmatic edges (``"cmp"``), whichever was measured to be faster for the
-call's shape (``megamoe.cmp.choice``). Elsewhere it runs on the CPU (``"oracle"``): the same
+call's shape (``megamoe.cmp.choice``; the environment variable MEGAMOE_ATTENTION_ENGINE overrides
+it). Elsewhere it runs on the CPU (``"oracle"``): the same
 results, for development and tests, not fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from megamoe.attention_pre.encode import encode
+from megamoe.attention_pre.graphs import attention_pre_graph
+from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
+from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.backends.base import hopper_available
+from megamoe.cmp.bound import TORCH_DTYPES, BoundCmp
+from megamoe.cmp.choice import choose_engine
+from megamoe.cmp.graphs import CmpGraph
 from megamoe.errors import BackendUnavailable, CapacityError, InputError, SpecError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
@@ -31,6 +40,8 @@ from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 __all__ = ["AttentionPre", "AttentionPreOutput", "Engine", "Step", "open_attention_pre"]
 
 Engine = Literal["auto", "megakernel", "cmp", "oracle"]
+_KEPT: Final = 32
+"""Batch buckets whose buffers are kept."""
 
 
 class AttentionPreOutput(NamedTuple):
@@ -101,7 +112,11 @@ class AttentionPre:
             num_pages, INDEX_PAGE * (INDEX_DIM + 4), dtype=torch.uint8, device=device
         )
         caches = {"latent_cache": self.latent_cache, "index_cache": self.index_cache}
-        self._runner: _Runner = _OracleRunner(spec, weights, caches)
+        self._runner: _Runner
+        if engine == "oracle":
+            self._runner = _OracleRunner(spec, weights, caches)
+        else:
+            self._runner = _DeviceRunner(spec, weights, caches, engine)
 
     def run(
         self,
@@ -270,6 +285,91 @@ class _OracleRunner:
         self._caches.clear()
 
 
+_MEMBERS: Final = {
+    "residual": "A0.add.out",
+    "queries": "D0.rope.out",
+    "absorbed": "D2.bmm.out",
+    "index_weights": "D1.fold.out",
+    "logits": "E1.paged_logits.out",
+}
+"""Buffers of the graph by the output's members."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch bucket on the device: its buffers, and how to run it."""
+
+    tensors: Mapping[str, Tensor]
+    run: Callable[[], None]
+
+
+class _DeviceRunner:
+    """A Hopper GPU. Every batch bucket keeps its buffers; inputs are copied into them.
+
+    Kernels are compiled when a bucket first needs them: 17 s for the megakernel's, which few
+    buckets share, a second for eleven small ones.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionPreSpec,
+        weights: Mapping[str, Tensor],
+        caches: Mapping[str, Tensor],
+        engine: Engine,
+    ) -> None:
+        self._engine = engine
+        self._held = {n: t.cuda().contiguous() for n, t in weights.items()} | dict(caches)
+        self._planner = Planner(
+            attention_pre_graph(spec),
+            torch.cuda.get_device_properties(0).multi_processor_count,
+            cost=MEASURED_COST,
+        )
+        self._prepared: OrderedDict[tuple[Batch, str], _Prepared] = OrderedDict()
+        self._kernel: AttentionKernel | None = None
+
+    def run(self, step: Step) -> AttentionPreOutput:
+        engine = self._engine
+        if engine == "auto":
+            engine = choose_engine(step.batch.rows, max(keys for _, keys in step.batch.requests))
+        key = step.batch.bucket(), engine
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(step, engine)
+            while len(self._prepared) > _KEPT:
+                torch.cuda.synchronize()
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        found = self._prepared[key]
+        for name, value in step.tensors.items():
+            found.tensors[name].copy_(value)
+        found.run()
+        return AttentionPreOutput(
+            **{member: found.tensors[name].clone() for member, name in _MEMBERS.items()}
+        )
+
+    def _prepare(self, step: Step, engine: Engine) -> _Prepared:
+        plan = self._planner.plan(step.batch)
+        encoded = encode(plan)
+        tensors = dict(self._held)
+        for name, buffer in encoded.buffers.items():
+            if name not in tensors:
+                shape = tuple(int(d) for d in buffer.shape)
+                tensors[name] = torch.zeros(shape, dtype=TORCH_DTYPES[buffer.dtype], device="cuda")
+        # No task stores tiles past a request's last one.
+        tensors[_MEMBERS["logits"]].fill_(-torch.inf)
+        if engine == "cmp":
+            graph = CmpGraph([BoundCmp(plan, tensors)], "branches_pdl")
+            return _Prepared(tensors, lambda: graph.launch(torch.cuda.current_stream().cuda_stream))
+        wanted = self._planner.specializations
+        if self._kernel is None or not set(encoded.specializations) <= set(self._kernel.specs):
+            self._kernel = AttentionKernel(wanted)
+        return _Prepared(tensors, BoundPlan(self._kernel, encoded, tensors).run)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self._prepared.clear()
+        self._held.clear()
+
+
 def open_attention_pre(
     spec: AttentionPreSpec,
     weights: Mapping[str, Tensor],
@@ -308,7 +408,7 @@ def open_attention_pre(
         raise SpecError(f"no weight {', '.join(missing)}: the layer needs {', '.join(needed)}")
     if engine == "auto" and not hopper_available():
         engine = "oracle"
-    if engine != "oracle":
+    if engine != "oracle" and not hopper_available():
         raise BackendUnavailable(
             f"engine = {engine!r} needs a Hopper GPU (compute capability 9.0): engine='oracle' "
             "runs on the CPU"

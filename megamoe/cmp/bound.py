@@ -16,7 +16,8 @@ from torch import Tensor
 from megamoe.attention_pre.encode import encode, operand_table
 from megamoe.attention_pre.plan import Buffer, KernelPlan
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.backends.attention import _DTYPES, _rows, _stage_maps
+from megamoe.backends.attention import _DTYPES as TORCH_DTYPES
+from megamoe.backends.attention import _rows, _stage_maps
 from megamoe.backends.cuda_driver import Module
 from megamoe.cmp.dag import Edge, data_edges
 from megamoe.cmp.kernels import (
@@ -31,7 +32,7 @@ from megamoe.cmp.kernels import (
 from megamoe.cmp.prefetch import Prefetch, PrefetchParams, prefetch_function, prefetch_node
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
-__all__ = ["TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
+__all__ = ["TORCH_DTYPES", "TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
 
 Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
 _TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
@@ -130,7 +131,7 @@ def _check(buffer: Buffer, t: Tensor, device: torch.device) -> None:
         for want, have in zip(buffer.shape, t.shape, strict=True)
     )
     good = t.device == device and t.is_contiguous() and t.data_ptr() % 16 == 0
-    if not (fits and good and t.dtype == _DTYPES[buffer.dtype]):
+    if not (fits and good and t.dtype == TORCH_DTYPES[buffer.dtype]):
         raise SpecError(
             f"{buffer.name} is {tuple(t.shape)} {t.dtype} on {t.device}: must be {buffer.shape} "
             f"{buffer.dtype} on {device}, contiguous, at a multiple of 16 bytes"

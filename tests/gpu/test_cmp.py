@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from megamoe.attention_layer import open_attention_pre
 from megamoe.attention_pre.data import random_weights
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -213,3 +214,39 @@ def test_the_megakernel_makes_the_same_bits(spec, batch):
         poison(encoded, tensors)
         run(CmpGraph([BoundCmp(plan, tensors)], mode))
         assert_same_bits(results(encoded, tensors), expected)
+
+
+@pytest.mark.parametrize("engine", ["cmp", "megakernel"])
+def test_the_layer_runs_on_the_device(engine):
+    """Two steps of the public layer against the CPU's, caches included."""
+    case = Case(SMALL, Batch(((4, 300), (1, 1))))
+    layers = [
+        open_attention_pre(SMALL, case.weights(), num_pages=8, engine=e) for e in (engine, "oracle")
+    ]
+    generator = torch.Generator().manual_seed(1)
+    table = torch.tensor([[5, 1, 0, 2, 7], [3, 0, 0, 0, 0]], dtype=torch.int32)
+    history = torch.randint(0, 0x78, layers[0].index_cache.shape, generator=generator).byte()
+    scales = history.view(torch.float32)[:, 64 * 32 :]
+    scales.copy_(torch.rand(scales.shape, generator=generator))
+    for layer in layers:
+        layer.index_cache.copy_(history)
+    for lengths in ([300, 1], [304, 2]):
+        x, residual = (torch.randn(5, SMALL.hidden, generator=generator).bfloat16() for _ in "xr")
+        outs = [
+            layer.run(
+                x.to(layer.backend),
+                residual.to(layer.backend),
+                new_tokens=[4, 1],
+                context_lens=lengths,
+                block_table=table,
+            )
+            for layer in layers
+        ]
+        for name, got, expected in zip(outs[0]._fields, *outs, strict=True):
+            got = got.cpu().double()
+            expected = expected.double()
+            assert torch.equal(got.isinf(), expected.isinf()), name
+            seen = ~expected.isinf()
+            error = (got - expected)[seen].norm() / expected[seen].norm()
+            # e4m3 codes that round the other way: 2^-4 of single values, far less of the norm.
+            assert error < 0.03, (name, float(error))
