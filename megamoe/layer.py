@@ -16,6 +16,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from megamoe.attention_layer import open_attention_pre as attention_pre
 from megamoe.backends.base import Counters, Session, device_name, hopper_available
 from megamoe.backends.trace import LayerTrace
 from megamoe.errors import CapacityError, InputError, SpecError
@@ -24,7 +25,7 @@ from megamoe.symmetric.base import Rendezvous, find_rendezvous
 from megamoe.tuning import tuned
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Backend", "MoELayer", "choose_backend", "open_layer"]
+__all__ = ["Backend", "MoELayer", "attention_pre", "choose_backend", "open_layer"]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
