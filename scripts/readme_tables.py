@@ -1,0 +1,251 @@
+"""Fills the tables of README.md and docs/ from ``benchmarks/results``.
+
+    python scripts/readme_tables.py            # writes what changed
+    python scripts/readme_tables.py --check    # exit code 1 if something would change
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; names are those of TABLES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md", "docs/attention_pre.md")
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+Found = dict[str, Any]
+
+
+def load(name: str) -> Found | None:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def cell(value: float | None, form: str = ".0f", unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    columns = list(columns)
+    left = [":--" if i == 0 else "--:" for i in range(len(columns))]
+    return ["| " + " | ".join(line) + " |" for line in ([*columns], left, *map(list, rows))]
+
+
+def source(found: Found, *names: str) -> str:
+    """The line below a table: what it was measured on, and where its numbers are."""
+    meta = found["meta"]
+    where = f"{meta['num_gpus']} × {meta['gpu']}" if meta.get("gpu") else meta.get("cpu", "")
+    said = [where, *(f"{k} {meta[k]}" for k in ("driver", "torch") if meta.get(k))]
+    said += [str(meta["date"])[:10]]
+    files = ", ".join(f"[{n}](BENCHMARKS/{n})" for n in names)
+    return f"*{'; '.join(said)}. From {files}.*"
+
+
+def moe_gpu() -> list[str]:
+    """Rows of the GPU benchmark that have a time, of the largest group that has been measured."""
+    for name in ("moe_h200x4.json", "moe_h200x2.json", "moe_h200x1.json"):
+        found = load(name)
+        rows = [row for row in (found or {}).get("rows", []) if row.get("total_us")]
+        if found is None or not rows:
+            continue
+        body = []
+        for row in rows:
+            peer, ours = row.get("peer_us"), row["total_us"]
+            body.append(
+                [
+                    row["model"],
+                    str(row["tokens"]),
+                    row["routing"],
+                    cell(ours),
+                    cell(row.get("fraction_of_floor"), ".2f"),
+                    cell(peer),
+                    cell(peer / ours if peer else None, ".2f", "×"),
+                    cell(row.get("unfused_us")),
+                    cell(row.get("sustained_us")),
+                    cell(1e3 * row["joules_per_token"], ".2f")
+                    if row.get("joules_per_token") is not None
+                    else "–",
+                ]
+            )
+        columns = (
+            *("model", "tokens per rank", "routing", "this layer, µs", "of the floor"),
+            *("fused peer, µs", "faster by", "unfused, µs", "sustained, µs", "mJ per token"),
+        )
+        missing = len(found["rows"]) - len(rows)
+        lines = [*table(columns, body), "", source(found, name)]
+        if missing:
+            lines.append(
+                f"*{missing} more rows are in the file without a time, each with a reason.*"
+            )
+        return lines
+    return ["*Not measured yet.*"]
+
+
+def moe_cpu() -> list[str]:
+    found = load("moe_cpu.json")
+    if found is None:
+        return ["*Not measured yet.*"]
+    body = []
+    for row in found["rows"]:
+        for name, of_one in row["contenders"].items():
+            times = of_one["times"]
+            if not times:
+                continue
+            mine = row["contenders"]["megamoe"]["times"]["median_us"]
+            body.append(
+                [
+                    "this layer" if name == "megamoe" else name,
+                    row["model"],
+                    f"{row['ranks']} × {row['tokens']}",
+                    row["routing"],
+                    cell(times["median_us"] / 1e3, ".1f"),
+                    "" if name == "megamoe" else cell(times["median_us"] / mine, ".1f", "×"),
+                ]
+            )
+    columns = (
+        "contender",
+        "layer",
+        "ranks × tokens",
+        "routing",
+        "median, ms",
+        "this layer faster by",
+    )
+    return [*table(columns, body), "", source(found, "moe_cpu.json")]
+
+
+def attention_pre() -> list[str]:
+    """The best of each variant and case, by its inputs."""
+    found = load("attention_pre_h200.json")
+    best: dict[tuple[Any, ...], Found] = {}
+    for row in (found or {}).get("rows", []):
+        if row.get("us") is None or row["variant"] in ("megakernel_empty", "megakernel_traced"):
+            continue
+        key = (row["m"], row["requests"], row["kv"], row["l2"], row["variant"])
+        if key not in best or row["us"] < best[key]["us"]:
+            best[key] = row
+    if found is None or not best:
+        return ["*Not measured yet.*"]
+    body = [
+        [
+            row["variant"],
+            str(row["m"]),
+            str(row["requests"]),
+            str(row["kv"]),
+            row["l2"],
+            cell(row["us"], ".1f"),
+            cell(row.get("floor_us"), ".1f"),
+        ]
+        for _, row in sorted(best.items())
+    ]
+    columns = ("variant", "tokens", "requests", "context", "L2", "µs", "floor, µs")
+    return [*table(columns, body), "", source(found, "attention_pre_h200.json")]
+
+
+def stress() -> list[str]:
+    body, names, last = [], [], None
+    for path in sorted(RESULTS.glob("stress_*.json")):
+        found = json.loads(path.read_text())
+        rows = found["rows"]
+        if not rows or "bitwise_equal" not in rows[0]:
+            continue
+        last, names = found, [*names, path.name]
+        errors = [row["max_rel_err"] for row in rows if row.get("max_rel_err") is not None]
+        pressed = sum(bool(row.get("backpressure_events")) for row in rows)
+        counted = any(row.get("backpressure_events") is not None for row in rows)
+        ranks = sorted({row["ranks"] for row in rows})
+        body.append(
+            [
+                path.stem.removeprefix("stress_"),
+                ", ".join(map(str, ranks)),
+                str(len(rows)),
+                str(sum(bool(row["bitwise_equal"]) for row in rows)),
+                str(pressed) if counted else "–",
+                cell(max(errors, default=None), ".1e"),
+            ]
+        )
+    if last is None:
+        return ["*Not measured yet.*"]
+    columns = ("run", "ranks", "cases", "same bits", "with back-pressure", "largest error")
+    return [*table(columns, body), "", source(last, *names)]
+
+
+def power() -> list[str]:
+    for name in ("power_h200x2.json", "power_h200x1.json"):
+        found = load(name)
+        if found is None:
+            continue
+        body = []
+        for row in found["rows"]:
+            held = row.get("throttle") or {}
+            energy = row.get("joules_per_token")
+            body.append(
+                [
+                    row["variant"],
+                    str(row["tokens"]),
+                    cell(row["burst_us"]),
+                    cell(row["sustained_us"]),
+                    cell(row.get("watts")),
+                    cell(row.get("sm_mhz")),
+                    cell(None if energy is None else energy * 1e3, ".3f"),
+                    ", ".join(f"{k} {v:.0%}" for k, v in held.items()) or "–",
+                ]
+            )
+        columns = (
+            *("build", "tokens per rank", "burst, µs", "sustained, µs", "W", "SM MHz"),
+            *("mJ per token", "clocks held back by, share of time"),
+        )
+        return [*table(columns, body), "", source(found, name)]
+    return ["*Not measured yet.*"]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "moe-gpu": moe_gpu,
+    "moe-cpu": moe_cpu,
+    "attention-pre": attention_pre,
+    "stress": stress,
+    "power": power,
+}
+
+
+def filled(text: str, page: str) -> str:
+    """The page with every table as the results have it now."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise SystemExit(f"{page}: no table {name!r}; there are {', '.join(TABLES)}")
+        up = "../" * page.count("/")
+        lines = "\n".join(TABLES[name]()).replace("(BENCHMARKS/", f"({up}benchmarks/results/")
+        return f"{match[1]}{lines}\n{match[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        before = path.read_text()
+        after = filled(before, page)
+        if after != before:
+            stale.append(page)
+            if not options.check:
+                path.write_text(after)
+    for page in stale:
+        print(f"{page}: {'is not what the results say' if options.check else 'filled'}")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
