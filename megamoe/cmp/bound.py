@@ -59,8 +59,15 @@ class Tuning:
     wait: Wait = "late"
 
 
-TUNING: Final[Mapping[str, Tuning]] = {}
-"""By kernel name, what was measured to be best; others take ``Tuning()``."""
+TUNING: Final[Mapping[str, Tuning]] = {
+    # The way to the scores first; D0 and D2 fill what it leaves.
+    **{name: Tuning(priority=-5) for name in ("A0", "B0p", "B0f", "D1p", "D1f", "E1")},
+    **{name: Tuning(priority=-3) for name in ("B1p", "B1f")},
+    "C0": Tuning(priority=-3, weight_pages=4),
+    # So that D1p finds room beside it.
+    "D0": Tuning(weight_pages=4),
+}
+"""By kernel name; others take ``Tuning()``."""
 
 
 class _CmpParams(ctypes.Structure):
