@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
     from megamoe.layer import Backend
 
-__all__ = ["Group", "RankFailed", "arguments", "cores_per_rank", "device_of", "run_in_group"]
+__all__ = [
+    "Group",
+    "RankFailed",
+    "arguments",
+    "cores_per_rank",
+    "device_of",
+    "run_in_group",
+    "torchrun",
+]
 
 T = TypeVar("T")
 
@@ -191,25 +199,40 @@ def run_in_group(
         with errors_to_exit(debug=debug):
             code = work(Group(0, 1, device_of(0, backend)))
         raise typer.Exit(code)
-    raise typer.Exit(_torchrun(module, arguments(context), num_ranks, debug=debug))
-
-
-def _torchrun(module: str, argv: list[str], num_ranks: int, *, debug: bool) -> int:
-    """Starts ``num_ranks`` processes of a module and returns the first failure's code, or 0."""
     sys.stderr.write(f"starting {num_ranks} ranks\n")  # imports take seconds
     sys.stderr.flush()
+    raise typer.Exit(torchrun(module, arguments(context), num_ranks, debug=debug))
+
+
+def torchrun(
+    module: str, argv: list[str], num_ranks: int, *, debug: bool, max_restarts: int = 0
+) -> int:
+    """Starts rank processes of a module and waits for them.
+
+    Args:
+        module: run by ``python -m`` in each.
+        argv: its arguments.
+        num_ranks: R.
+        debug: let torchrun tell what it does.
+        max_restarts: how often the group may start anew after a rank has failed.
+
+    Returns:
+        The first failure's exit code, 128 + the number of a signal that ended it, or 0.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_ranks)))
     if not debug:
-        # Ranks say themselves what went wrong; torchrun's account of it would bury that.
-        for name in ("torch.distributed.elastic", "torch.distributed.run"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    start = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", module]
+        # Ranks say themselves what went wrong; torchrun's account of it would bury that. Its
+        # modules have loggers of their own levels.
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    start = ["--standalone", "--nproc-per-node", str(num_ranks)]
     try:
-        main([*start, *argv])
+        main([*start, "--max-restarts", str(max_restarts), "-m", module, *argv])
     except ChildFailedError as failed:
         code = failed.get_first_failure()[1].exitcode
         if code < 0:

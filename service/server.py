@@ -148,6 +148,8 @@ class HttpProcess:
 
     def give_up(self, reason: str) -> None:
         """Ends with a failure: no restart of the ranks can help."""
+        if self.exit_code:
+            return  # every rank says so
         _log.error("giving up: %s", reason)
         self.exit_code = EXIT_CUT_SHORT
         self.dashboard.closing.set()

@@ -64,19 +64,8 @@ class Supervisor:
         self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="megamoe-", dir=runtime_dir()))
         self.fields = fields
         self.num_ranks = num_ranks
-        self.torchrun_argv = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_ranks),
-            "--max-restarts",
-            str(max_restarts),
-            "-m",
-            "launcher.serve",
-            *argv,
-        ]
+        numbers = [str(num_ranks), str(max_restarts)]
+        self.agent_argv = [sys.executable, "-m", "launcher.serving.agent", *numbers, *argv]
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -106,42 +95,50 @@ class Supervisor:
                 http.kill()
                 return EXIT_ERROR
         threads = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank(self.num_ranks))
-        torchrun = self._spawn(
-            self.torchrun_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
+        agent = self._spawn(
+            self.agent_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
         )
         try:
-            return self._watch(http, torchrun)
+            return self._watch(http, agent)
         finally:
-            for process in (http, torchrun):
+            for process in (http, agent):
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
     @staticmethod
-    def _watch(http: subprocess.Popen[bytes], torchrun: subprocess.Popen[bytes]) -> int:
+    def _watch(http: subprocess.Popen[bytes], agent: subprocess.Popen[bytes]) -> int:
         told = 0
         ending: float | None = None
-        while http.poll() is None or torchrun.poll() is None:
+        agent_told = False
+
+        def end_agent() -> None:
+            nonlocal agent_told
+            if not agent_told:  # a second signal would keep it from ending its ranks
+                agent_told = True
+                agent.terminate()
+
+        while http.poll() is None or agent.poll() is None:
             if signal.sigtimedwait(SIGNALS, 0.1):
                 told += 1
                 if http.poll() is None:
                     http.send_signal(signal.SIGTERM)
                 if told > 1:
-                    torchrun.terminate()
-            if ending is None and (http.poll() is not None or torchrun.poll() is not None):
+                    end_agent()
+            if ending is None and (http.poll() is not None or agent.poll() is not None):
                 ending = time.monotonic()
-                if torchrun.poll() is not None:
+                if agent.poll() is not None:
                     http.terminate()
             waited = 0.0 if ending is None else time.monotonic() - ending
             # After a drain the ranks end by themselves; those that were still loading do not.
             if http.returncode or (http.returncode == 0 and waited > RANKS_END_S):
-                torchrun.terminate()
+                end_agent()
             if waited > KILL_AFTER_S:
                 return 1
         if told == 1 and http.returncode == 0:
             return 0
-        return http.returncode or torchrun.returncode or 1
+        return http.returncode or agent.returncode or 1
 
 
 def _unblock() -> None:

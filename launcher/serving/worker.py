@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from launcher.ranks import device_of
 from launcher.serving.attention import AttentionExecutor, AttentionOptions
 from launcher.serving.executor import Executor
 from launcher.serving.rendezvous import find_ranks
-from megamoe.errors import MegaMoeError, PeerTimeout
+from megamoe.errors import BackendUnavailable, MegaMoeError, PeerTimeout, SpecError
 from megamoe.layer import MoELayer, open_layer
 from service import ipc
 from service.arena import Arena
@@ -110,6 +109,8 @@ class Worker:
             self._fault("timeout", error.record.peer, str(error), error.record.to_dict())
         except _Silent as error:
             self._fault("stuck", error.rank, str(error), None)
+        except (SpecError, BackendUnavailable) as error:  # what every rank says, of no rank
+            self._fault("error", self.rank, str(error), None)
         except MegaMoeError as error:
             self._fault("error", self.rank, f"rank {self.rank}: {error}", None)
         except Exception as error:  # noqa: BLE001 - the HTTP process must hear of it
@@ -120,7 +121,7 @@ class Worker:
             self.context.destroy(linger=500)
 
     def _fault(self, kind: Any, rank: int, message: str, record: dict[str, Any] | None) -> None:
-        print(f"megamoe serve: {message}", file=sys.stderr, flush=True)
+        """Tells the HTTP process, which logs it."""
         name = f"{self.shared.group}:{self.rank}:fault"
         link = ipc.connect(self.context, ipc.engine_address(self.options.run_dir), name)
         if self.shared.group:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe import native
 from megamoe.backends.trace import LayerTrace
-from megamoe.errors import SpecError
+from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
 from megamoe.weights import ExpertWeights
@@ -60,8 +60,14 @@ def hopper_available() -> bool:
 
 
 def device_name(backend: str) -> str:
-    """What a tuned configuration belongs to: the GPU's name, or instruction set and cores."""
+    """What a tuned configuration belongs to: the GPU's name, or instruction set and cores.
+
+    Raises:
+        BackendUnavailable: ``"cuda"`` without a Hopper GPU.
+    """
     if backend == "cuda":
+        if not hopper_available():
+            raise BackendUnavailable("the CUDA backend needs a Hopper GPU (compute capability 9.0)")
         return str(torch.cuda.get_device_name())
     return f"cpu {native.describe()['cpu_isas'][-1]}, {len(os.sched_getaffinity(0))} cores"
 
