@@ -28,6 +28,7 @@ from launcher.console import (
     JsonFlag,
     RanksOption,
     human_bytes,
+    make_folder_for,
     print_json,
     progress,
     stderr,
@@ -286,7 +287,7 @@ def _version(package: str) -> str | None:
 
 def _write(path: Path, found: dict[str, Any]) -> None:
     """In one step, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_for(path)
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)

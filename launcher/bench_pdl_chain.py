@@ -18,6 +18,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     errors_to_exit,
+    make_folder_for,
     print_json,
     stdout,
     table,
@@ -69,7 +70,7 @@ def command(
         meta = run_meta(command=typed, layers=layers, seed=seed, samples=samples)
         found = {"meta": meta, "rows": rows}
         if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_for(output)
             output.write_text(json.dumps(found, indent=1) + "\n")
         if as_json:
             print_json(found)

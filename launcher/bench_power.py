@@ -25,6 +25,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    make_folder_for,
     print_json,
     stdout,
     table,
@@ -409,7 +410,7 @@ def _report(group: Group, rows: list[dict[str, Any]], output: Path | None, *, as
         )
         found = {"meta": run_meta(command=typed, notes=notes), "rows": rows}
         if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_for(output)
             output.write_text(json.dumps(found, separators=(",", ":")) + "\n")
         if as_json:
             print_json(found)

@@ -5,6 +5,8 @@ Modules of commands import torch inside functions only, so that ``--help`` answe
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from launcher import (
@@ -32,6 +34,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from megamoe import __version__
+
+        typer.echo(f"megamoe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
 app.command("run")(run.command)
 app.command("demo")(demo.command)
 app.command("serve")(serve.command)

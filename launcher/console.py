@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -44,6 +45,7 @@ __all__ = [
     "counted",
     "errors_to_exit",
     "human_bytes",
+    "make_folder_for",
     "print_json",
     "progress",
     "report",
@@ -123,6 +125,13 @@ def print_json(value: dict[str, Any]) -> None:
 def report(message: str, *, style: str = "") -> None:
     """A line on stdout for people, unwrapped."""
     stdout.print(message, style=style, markup=False, soft_wrap=True)
+
+
+def make_folder_for(path: Path) -> None:
+    """Makes the folder of a file that is to be written, and says so if it was not there."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+        stderr.print(f"made folder {path.parent}", style="dim", markup=False, soft_wrap=True)
 
 
 def table(title: str, *columns: str) -> Table:

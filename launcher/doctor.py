@@ -6,9 +6,12 @@ Exit code 1 when the CPU backend, which every machine is meant to run, cannot wo
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import shutil
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +46,8 @@ class Finding:
     """One thing looked at.
 
     Attributes:
-        topic: what it is for: ``cpu``, ``cuda``, ``packages`` or ``verdict``.
+        topic: what it is for: ``cpu``, ``cuda``, ``build``, ``service``, ``packages`` or
+            ``verdict``.
         name: what was looked at.
         status: ``ok``, ``absent`` (an optional part that is not there) or ``problem``.
         detail: what was found, and for a problem what to do.
@@ -94,7 +98,7 @@ def examine(*, compile_kernels: bool) -> list[Finding]:
         *_packages(),
     ]
     gpus = _gpus()
-    findings += [*gpus, _nvml(), _nvrtc()]
+    findings += [*gpus, _nvml(), _nvrtc(), *_compilers(), _service()]
     if compile_kernels:
         findings.append(_compile())
     cpu = not any(f.status == "problem" for f in findings if f.topic == "cpu")
@@ -223,6 +227,50 @@ def _nvrtc() -> Finding:
     except (ImportError, RuntimeError) as error:
         return Finding("cuda", "NVRTC", "absent", f"{error}: pip install 'megamoe[nvrtc]'")
     return Finding("cuda", "NVRTC", "ok", f"{major}.{minor}; --compile tries it")
+
+
+def _compilers() -> list[Finding]:
+    """What a change to the C++ sources needs; an installed package runs without."""
+    findings = []
+    for name, candidates, for_what in (
+        ("C++ compiler", (os.environ.get("CXX", ""), "c++", "g++", "clang++"), "to build"),
+        ("CMake", ("cmake",), "to build"),
+        ("Ninja", ("ninja",), "to build"),
+        ("nvcc", ("nvcc",), "not needed: NVRTC compiles the kernels"),
+        ("ptxas", ("ptxas",), "not needed"),
+    ):
+        found = next(filter(None, (shutil.which(c) for c in candidates if c)), None)
+        if found is None:
+            findings.append(Finding("build", name, "absent", f"not on the PATH ({for_what})"))
+            continue
+        try:
+            said = subprocess.run(
+                [found, "--version"], capture_output=True, text=True, timeout=10, check=False
+            ).stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            findings.append(Finding("build", name, "absent", f"{found}: {error}"))
+            continue
+        number = re.search(r"\d+\.\d+[.\d]*", said)
+        findings.append(
+            Finding("build", name, "ok", f"{number[0] if number else 'unknown'}, {found}")
+        )
+    return findings
+
+
+def _service() -> Finding:
+    """Whether ``megamoe serve`` has its packages."""
+    missing = [
+        name
+        for name in ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        detail = f"{', '.join(missing)} not installed: pip install 'megamoe[service]'"
+        return Finding("service", "megamoe serve", "absent", detail)
+    detail = "its packages are here; " + (
+        "pynvml too" if importlib.util.find_spec("pynvml") else "no pynvml: no GPU telemetry"
+    )
+    return Finding("service", "megamoe serve", "ok", detail)
 
 
 def _compile() -> Finding:

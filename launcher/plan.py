@@ -295,12 +295,26 @@ def _table(title: str, plans: list[dict[str, Any]]) -> Table:
     return shown
 
 
+_STAGES: Final = {
+    "A0": "add, RMSNorm, quantise",
+    "B0": "both latents and the rotary key",
+    "B0.final": "their norms, rotation, latent cache",
+    "C0": "gate of the index heads",
+    "B1": "index key; index cache",
+    "D1": "index queries",
+    "D0": "main queries",
+    "D2": "absorbed queries",
+    "E1": "index scores over the pages",
+}
+
+
 def _print_attention_pre(model: str, found: dict[str, Any]) -> None:
     queues = found["queues"]
     shape = " × ".join(map(str, found["instruction_tensor"]))
     tasks = table(f"{model}: {found['rows']} rows, tiles {found['tiles']}", "stage", "tasks")
     for stage, count in found["tasks_per_stage"].items():
-        tasks.add_row(stage, str(count))
+        what = _STAGES.get(stage)
+        tasks.add_row(f"{stage}  {what}" if what else stage, str(count))
     tasks.add_section()
     tasks.add_row("all", str(found["tasks"]))
     stdout.print(tasks)

@@ -20,6 +20,7 @@ from launcher.console import (
     RanksOption,
     counted,
     human_bytes,
+    make_folder_for,
     print_json,
     progress,
     stdout,
@@ -259,7 +260,7 @@ def _write_output(path: Path, y: Tensor | None) -> None:
         return
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_for(path)
     save_file({"hidden_states": y}, path)
 
 

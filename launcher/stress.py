@@ -30,6 +30,7 @@ from launcher.console import (
     JsonFlag,
     RanksOption,
     counted,
+    make_folder_for,
     print_json,
     progress,
     stdout,
@@ -406,7 +407,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_for(path)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 

@@ -22,6 +22,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    make_folder_for,
     print_json,
     stderr,
     stdout,
@@ -193,7 +194,7 @@ def trace_call(
 
 def write_trace(path: Path, chrome: dict[str, Any]) -> None:
     """Compact JSON, compressed where the name says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_for(path)
     data = json.dumps(chrome, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 

@@ -21,6 +21,7 @@ from launcher.console import (
     JsonFlag,
     RanksOption,
     human_bytes,
+    make_folder_for,
     print_json,
     progress,
     report,
@@ -150,7 +151,7 @@ def _tune(
             path = save(options.spec, found["open"], found["device"], chosen, evidence)
             result["file"] = str(path)
         if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_for(output)
             output.write_text(json.dumps(result, indent=1) + "\n")
         if as_json:
             print_json(result)

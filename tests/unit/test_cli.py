@@ -225,6 +225,29 @@ def test_plan_attention_pre_reproduces_the_published_plan():
     assert values["instruction_tensor"] == [148, 5, 32]
 
 
+def test_version():
+    from megamoe import __version__
+
+    found = CliRunner().invoke(app, ["--version"])
+    assert (found.exit_code, found.stdout) == (0, f"megamoe {__version__}\n")
+
+
+def test_a_folder_that_is_made_for_an_output_is_told(tmp_path, capsys):
+    console.make_folder_for(tmp_path / "a" / "b" / "file")
+    assert (tmp_path / "a" / "b").is_dir()
+    assert f"made folder {tmp_path / 'a' / 'b'}" in capsys.readouterr().err
+    console.make_folder_for(tmp_path / "a" / "b" / "other")
+    assert capsys.readouterr().err == ""
+
+
+def test_plan_says_what_the_stages_are():
+    found = CliRunner().invoke(app, ["plan", "attention-pre"])
+    stages = {"A0": "RMSNorm", "E1": "index scores"}
+    lines = found.stdout.splitlines()
+    for stage, what in stages.items():
+        assert any(f" {stage}  " in line and what in line for line in lines), found.stdout
+
+
 # ---------------------------------------------------------------- doctor
 
 
@@ -235,6 +258,8 @@ def test_doctor_finds_that_cpu_ranks_run_here():
     by_name = {f["name"]: f for f in report["findings"]}
     assert by_name["CPU ranks"]["status"] == "ok"
     assert "portable" in by_name["processor"]["detail"]
+    assert by_name["megamoe serve"]["status"] == "ok"
+    assert {"C++ compiler", "CMake", "Ninja", "nvcc"} <= set(by_name)
     assert {f["status"] for f in report["findings"]} <= {"ok", "absent", "problem"}
 
 
