@@ -3,7 +3,7 @@
 // way before any wait.
 #pragma once
 
-#include "moe/dispatch.cuh"
+#include "moe/phased.cuh"
 
 namespace megamoe::moe {
 
@@ -51,6 +51,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         task.box = box_for(tile.num_rows);
         task.l1 = l1_slot(p.shape, q);
         task.l2 = l2_slot(p.shape, q);
+        s.call.trace.note_task(slot.slot, tile.block);
 
         const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
         if constexpr (kFp8) {
@@ -85,6 +86,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
     at.phase = 1;
     uint32_t fills = 0;
     bool ok = true;
+    Phase begun = Phase::kExchange;
     while (true) {
         while (!ptx::try_wait(s.task_full[slot.slot], slot.phase)) {
         }
@@ -94,6 +96,10 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
         if (task.kind == TileKind::kDone) break;
         const bool linear1 = task.kind == TileKind::kLinear1;
         const Phase phase = linear1 ? Phase::kLinear1 : Phase::kLinear2;
+        if (kPhased && phase != begun) {
+            begun = phase;
+            ok = ok && wait_all_blocks(p, s, linear1 ? Phase::kPull : Phase::kLinear1);
+        }
         if (linear1) {  // hand-offs 4 and 7
             ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
                            p, s.call, p.word(Region::kL1Full, task.l1.slot), task.l1.ready_target,
