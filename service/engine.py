@@ -168,7 +168,7 @@ class MoERequest:
     """Checked input of one request; buffers are C-contiguous and little-endian.
 
     Attributes:
-        num_tokens: n >= 1.
+        num_tokens: n >= 1; requests of no tokens do not come here.
         hidden: [n, H] BF16, or e4m3 when ``scales`` is given.
         scales: [n, H/128] float32, or None.
         topk_ids: [n, K] int32, or None for the layer's router.

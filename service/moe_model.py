@@ -68,6 +68,9 @@ class MoEModel:
 
     async def execute(self, engine: Engine, work: MoERequest, layer: LayerInfo) -> _Executed:
         """Runs a checked request."""
+        if not work.num_tokens:
+            # Right for every layer, and no step for the ranks.
+            return _Executed(MoEResult(output=memoryview(b"")), work, layer)
         return _Executed(await engine.run_moe(work), work, layer)
 
 
@@ -161,9 +164,9 @@ def _parse(
             f"input 'hidden_states' has shape {list(hidden.shape)}: must be [n, {layer.hidden}]"
         )
     num_tokens = hidden.shape[0]
-    if not 1 <= num_tokens <= layer.capacity:
+    if num_tokens > layer.capacity:
         raise bad(
-            f"input 'hidden_states' has {num_tokens} tokens: must be 1..{layer.capacity} "
+            f"input 'hidden_states' has {num_tokens} tokens: must be 0..{layer.capacity} "
             f"({layer.num_ranks} ranks of {layer.max_tokens}); split it over several requests"
         )
     scales = tensors.get("hidden_scales")
@@ -236,8 +239,7 @@ def _answer(name: str, request: MoERequest, result: MoEResult, layer: LayerInfo)
 
 
 def _given(chosen: bytes | None, sent: memoryview | None) -> memoryview:
-    """The routes that the layer chose, else those that the client sent."""
+    """The routes that the layer chose, else those that the client sent; neither of no token."""
     if chosen is not None:
         return memoryview(chosen)
-    assert sent is not None
-    return sent
+    return memoryview(b"") if sent is None else sent

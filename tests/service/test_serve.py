@@ -154,7 +154,7 @@ def test_the_fullest_request_and_one_token_more(client):
     x, ids, weights = make_tokens(128, seed=8)
     assert output_bits(client, x, ids, weights).shape == (128, 256)
     x, ids, weights = make_tokens(129, seed=8)
-    with pytest.raises(InferenceServerException, match=r"129 tokens: must be 1\.\.128") as caught:
+    with pytest.raises(InferenceServerException, match=r"129 tokens: must be 0\.\.128") as caught:
         infer(client, x, ids, weights)
     assert caught.value.status() == "400"
 
