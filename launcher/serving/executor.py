@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megamoe.backends.trace import stretches, trace_wanted
 from megamoe.layer import MoELayer
 from service import ipc
 from service.arena import Arena
@@ -20,29 +20,9 @@ from service.engine import Span
 if TYPE_CHECKING:
     from megamoe.router import Router
 
-__all__ = ["TRACE_STAMPS", "Executor"]
+__all__ = ["Executor"]
 
 _log = logging.getLogger("megamoe.rank")
-
-TRACE_STAMPS: Final = (
-    "Start",
-    "Listed",
-    "Counts",
-    "FirstStage",
-    "TilesDone",
-    "Combined",
-    "Pulled",
-    "End",
-)
-"""The first slots of a CTA's trace (``csrc/device/trace.cuh``), in ns."""
-TRACE_ROLES: Final = (
-    ("list routes", "Start", "Listed"),
-    ("await counts", "Listed", "Counts"),
-    ("first rows", "Counts", "FirstStage"),
-    ("tiles", "FirstStage", "TilesDone"),
-    ("combine", "TilesDone", "Combined"),
-)
-"""Stretches of a CTA's timeline, one after the other."""
 
 
 class Executor:
@@ -135,21 +115,13 @@ class Executor:
         )
 
     def _device_spans(self, offset_us: float) -> list[Span]:
-        """What each CTA did in the last call; with ``MEGAMOE_TRACE=1`` on a GPU."""
-        trace = getattr(self.layer._session, "trace", None)
-        if trace is None or not os.environ.get("MEGAMOE_TRACE"):
+        """What each CTA or worker did in the last call; with ``MEGAMOE_TRACE=1``."""
+        if not trace_wanted():
             return []
-        stamps = trace()[:, : len(TRACE_STAMPS)].tolist()
-        first = min((row[0] for row in stamps if row[0]), default=0)
-        spans = []
-        for unit, row in enumerate(stamps):
-            at = dict(zip(TRACE_STAMPS, row, strict=True))
-            for role, begin, end in TRACE_ROLES:
-                if first and at[begin] and at[end] > at[begin]:
-                    start_us = offset_us + (at[begin] - first) * 1e-3
-                    length_us = (at[end] - at[begin]) * 1e-3
-                    spans.append(Span(self.rank, unit, role, start_us, length_us))
-        return spans
+        return [
+            Span(self.rank, unit, kind, offset_us + begin_us, length_us)
+            for unit, kind, begin_us, length_us in stretches(self.layer.trace())
+        ]
 
     def _gather(
         self, parts: list[tuple[ipc.PlanItem, range]], fp8: bool

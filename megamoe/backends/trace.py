@@ -23,6 +23,7 @@ __all__ = [
     "TraceBuffers",
     "decode_trace",
     "event_dtype",
+    "stretches",
     "trace_wanted",
 ]
 
@@ -91,6 +92,25 @@ class LayerTrace:
         """Events of these kinds, in their order."""
         numbers = [self.kinds.index(kind) for kind in kinds]
         return self.events[np.isin(self.events["kind"], numbers)]
+
+
+def stretches(trace: LayerTrace) -> list[tuple[int, str, float, float]]:
+    """A call in a few lines: when each unit did what, from its first event of a kind to its last.
+
+    Returns:
+        Unit, kind, begin after the call's first event and length in µs.
+    """
+    if not len(trace.events):
+        return []
+    zero = int(trace.events["begin"].min())
+    found = []
+    for kind in ("list", "exchange", "pull", "linear1", "linear2", "combine"):
+        events = trace.of(kind)
+        for unit in np.unique(events["unit"]).tolist():
+            mine = events[events["unit"] == unit]
+            begin, end = int(mine["begin"].min()), int(mine["end"].max())
+            found.append((unit, kind, (begin - zero) * 1e-3, (end - begin) * 1e-3))
+    return found
 
 
 def decode_trace(

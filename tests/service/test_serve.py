@@ -430,12 +430,3 @@ def test_a_window_that_does_not_fit_says_how_many_bytes():
                 rank.wait()
 
     asyncio.run(main())
-
-
-def test_the_trace_has_the_kernels_slots():
-    from launcher.serving.executor import TRACE_STAMPS
-
-    source = (ROOT / "csrc/device/trace.cuh").read_text()
-    body = re.search(r"enum TraceSlot : uint32_t \{(.*?)\}", source, re.DOTALL)[1]
-    names = re.findall(r"^\s*kTrace(\w+),", body, re.MULTILINE)
-    assert tuple(names[: len(TRACE_STAMPS)]) == TRACE_STAMPS

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from launcher.moe_timeline import timeline_svg
 from launcher.moe_trace import chrome_trace, ring_depth, trace_figures, trace_problems, union_ns
 from launcher.trace_moe import write_trace
 from megamoe import native
-from megamoe.backends.trace import LayerTrace, decode_trace, event_dtype
+from megamoe.backends.trace import LayerTrace, decode_trace, event_dtype, stretches
 from megamoe.errors import MegaMoeError
 from megamoe.layer import open_layer
 from megamoe.spec import EpConfig
@@ -216,6 +218,33 @@ def test_sums_are_those_counted_by_hand(sound):
     waiting = trace_figures(replace(trace, events=events[order]))
     assert waiting["communication_us"] == 3.0
     assert waiting["overlapped_us"] == 1.5
+
+
+def test_stretches_span_all_events_of_a_unit_and_kind(sound):
+    found = {(unit, kind): (at, length) for unit, kind, at, length in stretches(hand_made(sound))}
+    assert found[0, "pull"] == (0.0, 2.0)
+    assert found[1, "linear2"] == (pytest.approx(4.1), pytest.approx(3.9))
+    assert found[0, "combine"] == (pytest.approx(8.1), pytest.approx(1.9))
+    assert set(found) == {
+        *((0, kind) for kind in ("pull", "linear1", "linear2", "combine")),
+        *((1, kind) for kind in ("linear1", "linear2")),
+    }
+
+
+def test_every_kind_of_event_is_recorded_by_both_backends():
+    """A hook that an edit drops is missed here, not on a GPU."""
+    root = Path(__file__).parents[2] / "csrc"
+    kinds = re.findall(r"X\((k\w+), \"", (root / "include/megamoe/trace.hpp").read_text())
+    kinds = kinds[len(native.describe()["trace_roles"]) :]
+    assert len(kinds) == len(native.describe()["trace_kinds"])
+    for folders, absent in ((("moe", "device"), ()), (("cpu",), ("kActivate",))):
+        source = "".join(p.read_text() for f in folders for p in sorted((root / f).iterdir())
+                         if p.is_file())  # fmt: skip
+        missing = [kind for kind in kinds if f"TraceKind::{kind}" not in source]
+        assert missing == list(absent), folders
+    feed, pull = ((root / "moe" / name).read_text() for name in ("feed.cuh", "pull.cuh"))
+    assert "trace.note_task(" in feed
+    assert "trace.note_job(" in pull
 
 
 def test_unions():
