@@ -460,9 +460,11 @@ class CudaSession:
         torch.cuda.synchronize(self._device)
         if self._trace_buffer is None:
             raise MegaMoeError(NOT_TRACED)
+        recorded = self._trace_recorded.cpu().numpy().view("uint32")
+        most = max(1, min(int(recorded.max()), TRACE_CAPACITY))
         return decode_trace(
-            self._trace_recorded.cpu().numpy().view("uint32"),
-            self._trace_events.cpu().numpy(),
+            recorded,
+            self._trace_events[:, :, :most].contiguous().cpu().numpy(),
             self._shape,
             rank=self._rank,
             backend="cuda",
