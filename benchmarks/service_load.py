@@ -251,7 +251,7 @@ MOST_COMMON = 4
 BLOCKS, BLOCK_S = 7, 0.9
 """Of the bare layer; in every second block the sampler reads."""
 OFTEN: Final = 20
-"""Readings a second there; a service takes one. The cost is divided by this, and so is the noise."""
+"""Readings a second there; a service takes one. The cost, and its noise, is divided by this."""
 
 
 def steps_row(args: argparse.Namespace) -> dict:
