@@ -37,7 +37,15 @@ __all__ = ["Bench", "batch_of", "empty_frame", "floor_us", "main", "with_splits"
 
 READ_CEILING: Final = 4.70e6
 """Bytes per microsecond: an H200's measured bulk read rate."""
-PREFIXES: Final = ("A0", "A0 C0", "A0 C0 B1", "A0 C0 B1 B0", "A0 C0 B1 B0 D0")
+PREFIXES: Final = (
+    "A0",
+    "A0 C0",
+    "A0 C0 B1",
+    "A0 C0 B1 B0",
+    "A0 C0 B1 B0 D1",
+    "A0 C0 B1 B0 D1 D0",
+    "A0 C0 B1 B0 D1 D0 D2",
+)
 
 
 def batch_of(rows: int, kv: int) -> Batch:
@@ -220,6 +228,9 @@ def main() -> None:
     bench = Bench(spec, max(kvs), args.copies)
     full = partition(attention_pre_graph(spec))
     rows: list[dict[str, Any]] = []
+    from launcher.meta import run_meta
+
+    meta = run_meta(workers=workers, slots=args.slots, splits=args.splits, copies=args.copies)
 
     def add(variant: str, batch: Batch, kv: int, l2: str, timing: Timing, **more: Any) -> None:
         row = {
@@ -236,6 +247,8 @@ def main() -> None:
             **more,
         }
         rows.append(row)
+        if args.output:  # after every row: a run that is cut short keeps what it measured
+            args.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
 
     def measure(plans: list[BoundPlan], l2: str) -> Timing:
@@ -270,7 +283,7 @@ def main() -> None:
                     cut = subgraph(full, names.split())
                     part = Planner(cut, workers, queue=args.queue, cost=MEASURED_COST)
                     less = encode(part.plan(batch))
-                    plans = bench.bind(bench.kernel(part), less, batch, args.copies)
+                    plans = bench.bind(kernel, less, batch, args.copies)
                     add(f"megakernel {names}", batch, kv, "cold", measure(plans, "cold"),
                         floor_us=None, max_rel_err=None)  # fmt: skip
             if args.trace:
@@ -281,11 +294,6 @@ def main() -> None:
                 add("megakernel_traced", batch, kv, "cold", timing, floor_us=None,
                     max_rel_err=None)  # fmt: skip
                 save_trace(args.trace, traced[1], encoded)
-    if args.output:
-        from launcher.meta import run_meta
-
-        meta = run_meta(workers=workers, slots=args.slots, splits=args.splits, copies=args.copies)
-        args.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
 
 
 def save_trace(path: Path, plan: BoundPlan, encoded: EncodedPlan) -> None:

@@ -156,8 +156,10 @@ struct AttentionParams {
     uint32_t dynamic;
     uint32_t ticket_counter;  // dynamic
     uint32_t in_flight;       // weight pages of a CTA that may be on their way at once
+    uint32_t early_in_flight;  // the same while the instruction's inputs are not there yet
     uint32_t ahead_pages;     // weight pages that find no room and may go to L2 meanwhile
     uint32_t ahead_cycles;    // at least, between two of them
+    uint32_t reserved;
 };
 
 }  // namespace megamoe::attention

@@ -49,10 +49,22 @@ class Queue {
 // Words of a record, by field.
 #define MEGAMOE_WORD(field) (offsetof(Instruction, field) / 4)
 
-// Scales of the task's weight blocks, [tile][block].
+// What the loaders and math need from memory beside pages: scales of the task's weight blocks,
+// [tile][block]; of scores, the request's length and pages.
 MEGAMOE_DEVICE void load_scales(SharedStorage& s, Slot& slot) {
     const Instruction& inst = slot.inst;
     const SpecRow& spec = kSpecRows[inst.spec_id];
+    if (spec.loads == Loads::kKeys) {
+        namespace slots = operand::index_score;
+        const uint64_t* row = s.operands[inst.operand_row];
+        const auto* table = reinterpret_cast<const uint32_t*>(row[slots::block_table]) + inst.page;
+        const auto* lengths = reinterpret_cast<const uint32_t*>(row[slots::context_lens]);
+        const uint32_t lane = ptx::lane(), length = __ldg(lengths + inst.item);
+        const uint32_t entry = lane < inst.kv_len / kCacheKeys ? __ldg(table + lane) : 0;
+        slot.table[lane] = entry;
+        if (lane == 0) slot.length = length;
+        return;
+    }
     if (spec.loads != Loads::kFp8) return;
     // The same slot in every FP8 opcode: asserted below.
     const auto* scales =
@@ -213,10 +225,12 @@ class Ahead {
 // would not stream faster, but whatever else this SM asks of L2 (inputs, events, partial sums)
 // would queue behind them.
 template <class Meanwhile>
-MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, uint32_t use,
-                                     const Meanwhile& meanwhile) {
-    if (use >= p.in_flight) {
-        const WeightPage landing(use - p.in_flight);
+MEGAMOE_DEVICE bool wait_weight_page(const AttentionParams& p, SharedStorage& s, Cursor at,
+                                     uint32_t use, const Meanwhile& meanwhile) {
+    const bool urgent = ptx::test_wait(s.inputs_ready[at.slot], at.phase);
+    const uint32_t in_flight = urgent ? p.in_flight : p.early_in_flight;
+    if (use >= in_flight) {
+        const WeightPage landing(use - in_flight);
         if (!wait_page(s, s.weight_full[landing.index], landing.phase)) return false;
     }
     const WeightPage page(use);
@@ -241,7 +255,7 @@ MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, cons
         const WeightPage page(use);
         uint64_t& full = s.weight_full[page.index];
         ahead.here(at, use);
-        if (!wait_weight_page(p, s, use, [&] { ahead.step(s); })) return;
+        if (!wait_weight_page(p, s, at, use, [&] { ahead.step(s); })) return;
         ptx::arrive_expect(full, kPageBytes);
         for_boxes(inst, spec, i, [&](uint32_t offset, int32_t x, int32_t y) {
             ptx::load_box(s.weights[page.index] + offset, map, x, y, full);
@@ -258,19 +272,20 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
     const Instruction& inst = t.inst();
     const uint32_t lane = ptx::lane();
     const TensorMap& map = p.maps[inst.operand_row].weights;
-    wait_always(s.operands_ready, 0);
+    t.wait_scales();  // of the controller: the table, too
     const auto* cache = t.operand<const uint8_t>(slots::cache);
     const auto* table = t.operand<const int32_t>(slots::block_table) + inst.page;
-    const uint32_t length = __ldg(t.operand<const uint32_t>(slots::context_lens) + inst.item);
+    const uint32_t length = t.slot.length;
     const uint32_t num_pages = inst.kv_len / kCacheKeys;
     bool events = false;
-    uint32_t entry = 0;
+    static_assert(kTableEntries == 32);
+    uint32_t entry = 0, later = t.slot.table[lane];
 #pragma unroll 1
     for (uint32_t i = 0; i < num_pages; i += 2) {
-        if (i % 32 == 0)
-            entry = inst.kv + (i + lane) * kCacheKeys < length && i + lane < num_pages
-                        ? uint32_t(__ldg(table + i + lane))
-                        : 0;
+        if (i % 32 == 0) {
+            entry = later;
+            later = i + 32 + lane < num_pages ? uint32_t(__ldg(table + i + 32 + lane)) : 0;
+        }
         const uint32_t first = inst.kv + i * kCacheKeys;
         const uint32_t count = first >= length ? 0 : first + kCacheKeys >= length ? 1 : 2;
         const bool maybe_new = first + count * kCacheKeys + p.num_tokens > length;
@@ -282,7 +297,7 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
         const uint32_t use = t.slot.weight_page + i / 2;
         const WeightPage page(use);
         uint64_t& full = s.weight_full[page.index];
-        if (!__all_sync(~0u, wait_weight_page(p, s, use, [] {}))) return;
+        if (!__all_sync(~0u, wait_weight_page(p, s, {t.slot_index, t.phase}, use, [] {}))) return;
         if (lane == 0) {
             if (count > 0)
                 ptx::arrive_expect(full, count * kCachePageBytes);

@@ -42,12 +42,18 @@ inline constexpr uint32_t kInputPages = MEGAMOE_ATTENTION_INPUT_PAGES;
 inline constexpr uint32_t kWeightPages = MEGAMOE_ATTENTION_WEIGHT_PAGES;
 #else
 // Wide bands fill an input page with one block of K, so they need more of them in flight.
-inline constexpr uint32_t kInputPages = max_band() <= 32 ? 3 : 5;
+#ifndef MEGAMOE_ATTENTION_FEW_INPUTS
+#define MEGAMOE_ATTENTION_FEW_INPUTS 3
+#endif
+inline constexpr uint32_t kInputPages = max_band() <= 32 ? MEGAMOE_ATTENTION_FEW_INPUTS : 5;
 inline constexpr uint32_t kWeightPages = 13 - kInputPages;
 #endif
 inline constexpr uint32_t kMaxScales = max_scales();
 // Tokens whose columns are gathered at once, and the pitch of a gathered row of 128 columns.
 inline constexpr uint32_t kChunkTokens = 16, kPitch = kTileRows + 4;
+
+// Entries of the block table that a slot holds: where a task of scores begins.
+inline constexpr uint32_t kTableEntries = 32;
 
 // In the opcode field of a slot: the stream has ended.
 inline constexpr uint32_t kExit = 0xffffffffu;
@@ -57,7 +63,9 @@ struct Slot {
     uint32_t weight_page, input_page;  // uses of the pools before this instruction
     uint32_t place;                    // in the queue
     uint32_t publish;                  // whether the publisher signals: this task ends its unit
-    float w_scale[kMaxScales];         // [tile][block]
+    uint32_t length;                   // scores: keys of the request, and its first pages
+    uint32_t table[kTableEntries];
+    float w_scale[kMaxScales];  // [tile][block]
 };
 
 struct SharedStorage {

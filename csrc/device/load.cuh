@@ -39,6 +39,13 @@ MEGAMOE_DEVICE void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Of what nobody writes during the kernel; the load is issued where it stands.
+MEGAMOE_DEVICE uint32_t load_constant(const uint32_t* p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
 MEGAMOE_DEVICE float load_l2(const float* p) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");

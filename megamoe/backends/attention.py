@@ -60,6 +60,7 @@ _FAULT_WORDS: Final = 7
 _STAMPS: Final = 7
 IN_FLIGHT: Final = 4
 """64 KiB per SM saturate the memory; with ten pages a call takes 1–3 % longer."""
+EARLY_IN_FLIGHT: Final = 4
 AHEAD_PAGES: Final = 24
 """With 132 CTAs 52 MB, what an H200's L2 holds beside inputs and partial sums."""
 AHEAD_CYCLES: Final = 900
@@ -91,8 +92,10 @@ class _AttentionParams(ctypes.Structure):
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
+        ("early_in_flight", ctypes.c_uint32),
         ("ahead_pages", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -284,6 +287,7 @@ class BoundPlan:
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
         in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
+        early_in_flight: the same for an instruction whose inputs are not there yet.
         ahead_pages: weight pages beyond shared memory that a CTA brings to L2 while it waits.
         ahead_cycles: at least, between two of them: a backlog would delay all other requests.
 
@@ -299,6 +303,7 @@ class BoundPlan:
         *,
         timeout_s: float = 2.0,
         in_flight: int = IN_FLIGHT,
+        early_in_flight: int = EARLY_IN_FLIGHT,
         ahead_pages: int = AHEAD_PAGES,
         ahead_cycles: int = AHEAD_CYCLES,
     ) -> None:
@@ -344,6 +349,7 @@ class BoundPlan:
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
             in_flight=in_flight,
+            early_in_flight=early_in_flight,
             ahead_pages=ahead_pages,
             ahead_cycles=ahead_cycles,
         )

@@ -39,13 +39,18 @@ MEGAMOE_DEVICE void wait_pending(int groups) {  // a constant after unrolling
     }
 }
 
+struct Nothing {
+    MEGAMOE_DEVICE void operator()() const {}
+};
+
 // The same for all lanes, and known to be.
 MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32. `U` blocks are in
 // flight: a block's successor in its registers is issued as soon as its sums have been added.
-template <class S>
-MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
+// `meanwhile` runs once, when the first of them have been issued.
+template <class S, class Meanwhile = Nothing>
+MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc, const Meanwhile& meanwhile = {}) {
     constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
     constexpr int U = blocks_at_once(S::kBlocks, N * T <= 32 ? 4 / T : N * T <= 64 ? 2 : 1);
     SharedStorage& s = t.s;
@@ -130,6 +135,7 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc) {
     for (uint32_t first = 0; first < S::kBlocks; first += kStretch) {
 #pragma unroll
         for (int u = 0; u < U; ++u) issue(first + u, part[u]);
+        if (first == 0) meanwhile();
 #pragma unroll
         for (int i = 0; i < kStretch; ++i) {
             add_up(first + i, part[i % U], (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
@@ -217,11 +223,13 @@ MEGAMOE_DEVICE uint32_t token_of(uint32_t chunk, uint32_t i) {
 }
 
 // A finisher has
-//   early(chunk)        loads that need no event, for the tokens `token_of(chunk, i)` of this warp;
-//                       chunk 0's are asked for before the main loop
+//   ask(chunk)          loads that need no event, for the tokens `token_of(chunk, i)` of this warp;
+//   early(chunk)        and those whose addresses they give. Chunk 0's are asked for before the
+//                       main loop and when its first wgmmas have been issued
 //   late(chunk)         loads of what other tasks stored
 //   row(i, token, v)    columns 4 l ... 4 l + 3 of token `token_of(chunk, i)` in lane l
 struct NoLoads {
+    MEGAMOE_DEVICE void ask(uint32_t) {}
     MEGAMOE_DEVICE void early(uint32_t) {}
     MEGAMOE_DEVICE void late(uint32_t) {}
 };
@@ -235,7 +243,10 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
     constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-        if (chunk > 0) finisher.early(chunk);
+        if (chunk > 0) {
+            finisher.ask(chunk);
+            finisher.early(chunk);
+        }
         ptx::named_barrier<kMathThreads>(kMathBarrier);  // the last rows have been read
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {  // accumulators need constant indices
@@ -289,7 +300,10 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
         partials + uint64_t(inst.row) * parts * n + inst.col + min(ptx::lane() * 4, inst.cols - 4);
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows; ++chunk) {
-        if (chunk > 0) finisher.early(chunk);
+        if (chunk > 0) {
+            finisher.ask(chunk);
+            finisher.early(chunk);
+        }
         finisher.late(chunk);
         float4 sum[R] = {};
 #pragma unroll 1
@@ -316,13 +330,24 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
     }
 }
 
+// The main loop, with the finisher's first loads.
+template <class S, class Finisher>
+MEGAMOE_DEVICE void gemm_before(const Task& t, Tiles<S>& acc, Finisher& finisher) {
+    finisher.ask(0);
+    if constexpr (S::kBand <= 32) {
+        gemm_fp8<S>(t, acc, [&] { finisher.early(0); });
+    } else {  // no registers to spare inside the loop
+        finisher.early(0);
+        gemm_fp8<S>(t, acc);
+    }
+}
+
 // An FP8 GEMM that may be split along K: one part finishes in registers, several go through the
 // workspace and the last to arrive finishes.
 template <class S, class Finisher>
 MEGAMOE_DEVICE void reduced_gemm(const Task& t, float* partials, Finisher& finisher) {
-    finisher.early(0);
     Tiles<S> acc;
-    gemm_fp8<S>(t, acc);
+    gemm_before<S>(t, acc, finisher);
     if (t.inst().parts == 1) return emit_rows<S::kBand>(t, acc[0], finisher);
     StorePartial store(t, partials, S::kN);
     emit_rows<S::kBand>(t, acc[0], store);

@@ -30,8 +30,8 @@ struct IndexKeyRow {
         weight = unpack4(__ldg(t.operand<const uint2>(slots::norm_weight) + ptx::lane()));
         bias = unpack4(__ldg(t.operand<const uint2>(slots::norm_bias) + ptx::lane()));
     }
-    MEGAMOE_DEVICE void early(uint32_t chunk) {
-        rotations.load(chunk);
+    MEGAMOE_DEVICE void ask(uint32_t chunk) {
+        rotations.ask(chunk);
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i) {
             const uint32_t token = token_of(chunk, i);
@@ -41,6 +41,7 @@ struct IndexKeyRow {
                           : 0;
         }
     }
+    MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     MEGAMOE_DEVICE void late(uint32_t) {}
     MEGAMOE_DEVICE void row(int i, uint32_t, float4 v) const {
         const float mean = sum_lanes(v.x + v.y + v.z + v.w) / kGroup;
@@ -77,6 +78,7 @@ struct IndexQueryRow {
         : t(t),
           rotations(t, t.operand<const uint32_t>(operand::index_query::positions),
                     t.operand<const float>(operand::index_query::rope), int(ptx::lane() * 2)) {}
+    MEGAMOE_DEVICE void ask(uint32_t chunk) { rotations.ask(chunk); }
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     // A lane per part. Loads of every token are under way before the first is looked at: in order,
     // as a GPU issues, one sum would hold up the next token's loads.
@@ -135,6 +137,7 @@ struct MainQueryRow : StoreBf16 {
               t, t.operand<const uint32_t>(operand::main_query::positions),
               t.operand<const float>(operand::main_query::rope),
               t.has(kHasRope) ? (int(ptx::lane() * 4) - (int(kTileRows) - S::kRope)) / 2 : -1) {}
+    MEGAMOE_DEVICE void ask(uint32_t chunk) { rotations.ask(chunk); }
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
         StoreBf16::row(i, token, rotations.of[i](v));
@@ -144,9 +147,8 @@ struct MainQueryRow : StoreBf16 {
 template <class S>
 MEGAMOE_DEVICE void main_query(const Task& t) {
     MainQueryRow<S> finisher(t);
-    finisher.early(0);
     Tiles<S> acc;
-    gemm_fp8<S>(t, acc);
+    gemm_before<S>(t, acc, finisher);
     emit_rows<S::kBand>(t, acc[0], finisher);
 }
 

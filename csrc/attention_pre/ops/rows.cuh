@@ -110,6 +110,7 @@ struct Rotation {
 template <int N, int kRope>
 struct RowRotations {
     Rotation of[kRowsOfWarp<N>];
+    uint32_t position[kRowsOfWarp<N>];
     const uint32_t* positions;
     const float* table;
     int pair;
@@ -118,12 +119,20 @@ struct RowRotations {
     MEGAMOE_DEVICE RowRotations(const Task& t, const uint32_t* positions, const float* table,
                                 int pair)
         : positions(positions + t.inst().row), table(table), pair(pair), rows(t.inst().rows) {}
-    MEGAMOE_DEVICE void load(uint32_t chunk) {
+    // Where the rows of the table are. `load` waits for it.
+    MEGAMOE_DEVICE void ask(uint32_t chunk) {
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<N>; ++i) {
             const uint32_t token = token_of(chunk, i);
+            position[i] = token < rows ? ptx::load_constant(positions + token) : 0;
+        }
+    }
+    MEGAMOE_DEVICE void load(uint32_t chunk) {
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp<N>; ++i) {
             of[i].active = false;
-            if (token < rows) of[i].template load<kRope>(table, __ldg(positions + token), pair);
+            if (token_of(chunk, i) < rows)
+                of[i].template load<kRope>(table, position[i], pair);
         }
     }
 };
