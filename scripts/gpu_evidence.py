@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from launcher.moe_trace import chrome_trace, trace_figures, trace_problems
 from launcher.ranks import _process_group
 from launcher.trace_moe import trace_call, write_trace
 from megamoe.spec import MODELS, EpConfig
+from megamoe.telemetry import Sampler
 
 
 def main() -> None:
@@ -75,7 +77,14 @@ def main() -> None:
                 (options.out / f"timeline_{tokens}.svg").write_text(svg)
             if options.backend != "cpu":
                 torch.cuda.empty_cache()
-        meta = run_meta(command="scripts/gpu_evidence.py") if group.first else {}
+        meta = {}
+        if group.first:
+            limit = Sampler(0 if options.backend != "cpu" else None).read().values
+            meta = run_meta(
+                command=f"torchrun --nproc-per-node {size} {' '.join(sys.argv)}",
+                power=f"as found; enforced limit {limit.get('power_limit_watts')} W",
+                clocks="as found, never set",
+            )
         if group.first:
             text = json.dumps({"meta": meta, "rows": found}, indent=1)
             (options.out / "trace.json").write_text(text + "\n")
