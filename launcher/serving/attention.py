@@ -20,6 +20,8 @@ __all__ = ["AttentionExecutor", "AttentionOptions"]
 
 MAX_TOKENS: Final = 128
 """The kernels have no bodies for more rows."""
+ROWS: Final = (8, 16, 32, 64, 128)
+"""Up to each of which the kernels' bodies are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,15 @@ class AttentionOptions:
         from megamoe.attention_pre.data import random_weights
 
         weights = random_weights(self.spec, self.num_pages * INDEX_PAGE, self.seed)
-        return open_attention_pre(
+        layer = open_attention_pre(
             self.spec,
             {name: t.to(device) for name, t in weights.items()},
             num_pages=self.num_pages,
             engine="oracle" if device == "cpu" else "auto",
         )
+        if layer.backend != "cpu":
+            _compile(layer)
+        return layer
 
     def info(self, layer: AttentionPre) -> AttentionInfo:
         """What the HTTP process needs to know."""
@@ -65,6 +70,21 @@ class AttentionOptions:
             max_tokens=MAX_TOKENS,
             backend=layer.backend,
         )
+
+
+def _compile(layer: AttentionPre) -> None:
+    """Runs once with each number of rows that has kernels of its own.
+
+    Compiling takes tens of seconds, once per machine: not while requests wait.
+    """
+    for rows in ROWS:
+        if rows > layer.num_pages * INDEX_PAGE:
+            break
+        x = torch.zeros(rows, layer.spec.hidden, dtype=torch.bfloat16, device=layer.backend)
+        table = torch.arange(-(-rows // INDEX_PAGE), dtype=torch.int32)[None]
+        layer.run(x, x, new_tokens=[rows], context_lens=[rows], block_table=table)
+    for cache in (layer.latent_cache, layer.index_cache):
+        cache.zero_()
 
 
 class AttentionExecutor:

@@ -51,22 +51,35 @@ def wait_until(happened, limit_s: float, served: Served) -> None:
         time.sleep(0.02)
 
 
-def infer(url: str, **tensors: tuple[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
-    """BF16 [T,H] and what the answer says of itself, for tensors given as (datatype, tensor)."""
+def infer(
+    url: str, model: str, parameters: dict, **tensors: tuple[str, torch.Tensor]
+) -> tuple[bytes, dict]:
+    """Bytes of all outputs, and what the answer says of itself.
+
+    Tensors are given as (datatype, tensor).
+    """
     parts, inputs = [], []
     for name, (datatype, tensor) in tensors.items():
         parts.append(raw(tensor))
         size = {"binary_data_size": len(parts[-1])}
         shape = list(tensor.shape)
         inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    asked = {"inputs": inputs, "parameters": {"binary_data_output": True, **parameters}}
+    head = json.dumps(asked).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     content = head + b"".join(parts)
-    answer = httpx.post(url + "/v2/models/moe/infer", content=content, headers=headers, timeout=60)
+    path = f"{url}/v2/models/{model}/infer"
+    answer = httpx.post(path, content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     size = int(answer.headers["inference-header-content-length"])
-    y = torch.frombuffer(bytearray(answer.content[size:]), dtype=torch.bfloat16)
-    return y.view(-1, SPEC.hidden), json.loads(answer.content[:size])["parameters"]
+    return answer.content[size:], json.loads(answer.content[:size])["parameters"]
+
+
+def infer_moe(url: str, **tensors: tuple[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    """BF16 [T,H] and what the answer says of itself."""
+    content, told = infer(url, "moe", {}, **tensors)
+    y = torch.frombuffer(bytearray(content), dtype=torch.bfloat16)
+    return y.view(-1, SPEC.hidden), told
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +112,19 @@ def tensors(x, ids, weights):
 
 def test_answers_match_the_oracle_and_do_not_depend_on_neighbours(served):
     x, ids, weights = call()
-    y, _ = infer(served.url, **tensors(x, ids, weights))
+    y, _ = infer_moe(served.url, **tensors(x, ids, weights))
     experts = random_experts(SPEC, 0, 1, 0, device="cuda")
     detail = moe_forward_detail(SPEC, x, ids.long(), weights, [on_cpu(e) for e in experts], [])
     assert_matches_oracle(y, detail.y, SPEC, accumulator_bits=FP8_TENSOR_CORE_BITS)
-    part, _ = infer(served.url, **tensors(x[7:19], ids[7:19], weights[7:19]))
+    part, _ = infer_moe(served.url, **tensors(x[7:19], ids[7:19], weights[7:19]))
     assert_bitwise(part, y[7:19])
 
 
 def test_requests_that_share_a_step_get_the_bits_of_their_own(served):
     cases = [tensors(*call(seed, 1 + 2 * seed)) for seed in range(24)]
-    alone = [infer(served.url, **case)[0] for case in cases]
+    alone = [infer_moe(served.url, **case)[0] for case in cases]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda case: infer(served.url, **case), cases))
+        together = list(pool.map(lambda case: infer_moe(served.url, **case), cases))
     for (y, _), want in zip(together, alone, strict=True):
         assert_bitwise(y, want)
     own = sum(len(y) for y in alone)
@@ -122,8 +135,8 @@ def test_fp8_activations_give_the_bits_of_their_bf16_origin(served):
     x, ids, weights = call(3, 33)
     q, scales = quantize_1x128(x)
     fp8 = {"hidden_states": ("UINT8", q.view(torch.uint8)), "hidden_scales": ("FP32", scales)}
-    have, _ = infer(served.url, **{**tensors(x, ids, weights), **fp8})
-    assert_bitwise(have, infer(served.url, **tensors(x, ids, weights))[0])
+    have, _ = infer_moe(served.url, **{**tensors(x, ids, weights), **fp8})
+    assert_bitwise(have, infer_moe(served.url, **tensors(x, ids, weights))[0])
 
 
 def test_kernel_time_is_that_of_the_gpu(served):
@@ -132,14 +145,14 @@ def test_kernel_time_is_that_of_the_gpu(served):
     taken = []
     for _ in range(20):
         begun = time.monotonic()
-        _, told = infer(served.url, **case)
+        _, told = infer_moe(served.url, **case)
         taken.append((told["kernel_us"], (time.monotonic() - begun) * 1e6))
     kernel, wall = (statistics.median(column) for column in zip(*taken, strict=True))
     assert 3 < kernel < wall / 2, (kernel, wall)
 
 
 def test_what_the_kernel_does_not_count_is_absent(served):
-    infer(served.url, **tensors(*call(5)))
+    infer_moe(served.url, **tensors(*call(5)))
     text = httpx.get(served.url + "/metrics").text
     assert 'megamoe_steps_total{kind="work"}' in text
     assert "megamoe_ring_high_water_blocks{" not in text
@@ -161,19 +174,19 @@ def test_sensors_are_read(served):
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_killed_gpu_rank_is_named_and_the_group_comes_back(served, rank):
     case = tensors(*call(2))
-    want, _ = infer(served.url, **case)
+    want, _ = infer_moe(served.url, **case)
     generation = served.metric("megamoe_group_generation")
     served.fault(rank, "kill")
     wait_until(lambda: not served.ready(), 2.0, served)
     assert f"rank {rank}" in served.why_not_ready()
     served.wait_ready(170, generation=int(generation) + 1)
-    assert_bitwise(infer(served.url, **case)[0], want)
+    assert_bitwise(infer_moe(served.url, **case)[0], want)
 
 
 def test_a_stopped_gpu_rank_is_a_timeout_with_a_record(served):
     """Rank 0's kernel waits for a rank that launches nothing; its bounded wait ends the group."""
     case = tensors(*call(6))
-    want, _ = infer(served.url, **case)
+    want, _ = infer_moe(served.url, **case)
     generation = served.metric("megamoe_group_generation")
     served.fault(1, "stop")
     begun = time.monotonic()
@@ -183,5 +196,43 @@ def test_a_stopped_gpu_rank_is_a_timeout_with_a_record(served):
     assert re.search(r"epoch \d+, want \d+, have \d+", reason)
     assert time.monotonic() - begun > TIMEOUT_S - 1
     served.wait_ready(170, generation=int(generation) + 1)
-    assert_bitwise(infer(served.url, **case)[0], want)
+    assert_bitwise(infer_moe(served.url, **case)[0], want)
     assert served.metric('megamoe_faults_total{kind="timeout",rank="1"}') == 1
+
+
+ATTENTION = "hidden=512,heads=8,q_lora=256,kv_lora=256,nope=64,rope=64,index_heads=8"
+
+
+@pytest.mark.timeout(300)
+def test_attention_pre_over_a_sequence_gives_the_layers_bits():
+    """Against the same layer in this process, on the same kind of GPU."""
+    from launcher.serving.source import AttentionSource
+
+    source = AttentionSource(ATTENTION, 16, 0)
+    options = ("--backend", "cuda", "--attention-pre", ATTENTION, "--cache-pages", "16")
+    with Served(*options, ranks=1, shape=SHAPE) as served, source.options().open("cuda") as peer:
+        served.wait_ready(280)
+        keys = 0
+        table = torch.arange(16, dtype=torch.int32)[None]
+        for turn, rows in enumerate((60, 1, 8, 3)):
+            generator = torch.Generator().manual_seed(turn)
+            x, residual = (
+                torch.randn(rows, 512, generator=generator).to(torch.bfloat16) for _ in range(2)
+            )
+            keys += rows
+            want = peer.run(
+                x.cuda(), residual.cuda(), new_tokens=[rows], context_lens=[keys], block_table=table
+            )
+            have, _ = infer(
+                served.url,
+                "attention_pre",
+                {"sequence_id": 1, "sequence_start": turn == 0},
+                hidden_states=("BF16", x),
+                residual=("BF16", residual),
+            )
+            at = 0
+            for name, tensor in want._asdict().items():
+                wanted = raw((tensor[:, :keys] if name == "logits" else tensor).cpu())
+                assert have[at : at + len(wanted)] == wanted, (turn, name)
+                at += len(wanted)
+            assert at == len(have)
