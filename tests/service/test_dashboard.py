@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from service.engine import EngineFault, TelemetrySample
-from tests.service.echo import LAYER
+from tests.service.echo import BOTH, LAYER, EchoEngine
+from tests.service.test_attention import infer as infer_attention
+from tests.service.test_attention import tokens as attention_tokens
 from tests.service.test_client import changed
 
 STATIC = Path("service/dashboard/static")
@@ -113,12 +115,13 @@ def test_assets_are_served_from_here_and_nowhere_else(server):
 
 @pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium and chromedriver here")
 def test_the_page_in_a_browser(make_running, tmp_path):
+    import tritonclient.http as oip
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    running = make_running()
+    running = make_running(EchoEngine(BOTH))
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -152,6 +155,11 @@ def test_the_page_in_a_browser(make_running, tmp_path):
         assert "rank 1 L2" in text("rings")
         assert "2 / 8" in text("rings")
         assert "Gini" in text("load-info")
+        with oip.InferenceServerClient(f"127.0.0.1:{running.port}") as client:
+            infer_attention(client, *attention_tokens(3), sequence=1, start=True)
+        wait.until(lambda _: "1 sequence ·" in text("attention-info"))
+        assert "3 tokens" in text("attention-info")
+        assert "1 / 8" in text("pages")
         # No GPU yet: said to be so, and no chart that shows zeros.
         assert "no reading yet" in text("telemetry-info")
         assert not browser.find_elements(By.CSS_SELECTOR, "#power canvas")

@@ -16,12 +16,12 @@ from service import metrics as metrics_module
 from service.engine import EngineFault, StepRecord, TelemetrySample
 from service.metrics import DCGM_NAMES, GPU_METRICS, Metrics, gini, load_figures
 from service.sequences import Sequences
-from tests.service.echo import EchoEngine
+from tests.service.echo import BOTH, EchoEngine
 
 
 @pytest.fixture
 def engine():
-    return EchoEngine()
+    return EchoEngine(BOTH)
 
 
 @pytest.fixture
@@ -165,6 +165,7 @@ def test_grafana_asks_for_metrics_that_exist(engine, metrics):
             observe(full_sample())
         elif observe in engine.observers.step:
             observe(record())
+            observe(record(model="attention_pre"))
     metrics.on_request(0.1, 0.2, 0.3, 0.6)
     metrics.faults.labels("died", "0").inc()
     metrics.ipc_rejected.labels("malformed").inc()
