@@ -129,8 +129,8 @@ def timed(call, count, warm=3):
     pairs = []
     for _ in range(count):
         _flush.zero_()
-        dist.all_reduce(_one)
         torch.cuda._sleep(2_000_000)  # about 1 ms: the host runs ahead
+        dist.all_reduce(_one)  # after the sleep, which takes longer at a lower clock
         a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         a.record()
         call()

@@ -7,6 +7,9 @@
 
 namespace megamoe::moe {
 
+// Stages before a task's last one at which the next ticket is asked for: about 3 us.
+inline constexpr uint32_t kTicketAhead = 3;
+
 MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
     // Above 96 rows the many-row path takes over, with boxes of 128.
     return rows <= 8 ? 0 : rows <= 96 ? ceil_div(rows, 16) : kNumBoxes - 1;
@@ -40,7 +43,6 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
             ptx::arrive(s.task_full[slot.slot]);
             break;
         }
-        ticket = atomicAdd(tickets, 1);  // in flight during this task
         const bool linear1 = tile.kind == TileKind::kLinear1;
         const uint64_t q = s.call.block_base + tile.block;
         task.kind = tile.kind;
@@ -66,9 +68,13 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         const TensorMap& map = linear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
         int32_t y = int32_t(index * num_blocks * kTileN);
+        // The next ticket is taken late, just early enough for it to arrive: neighbouring tickets then
+        // start together wherever they are taken, and tiles that share weights find them in L2.
+        const uint32_t take_at = num_blocks > kTicketAhead ? num_blocks - kTicketAhead : 0;
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
+            if (kb == take_at) ticket = atomicAdd(tickets, 1);
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
             ++fills;

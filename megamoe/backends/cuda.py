@@ -384,7 +384,7 @@ class CudaSession:
         params.num_tokens = self._num_tokens = x.shape[0]
         params.is_bf16 = int(x_scale is None)
         if self._num_tokens:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
             groups = self._num_tokens * self._spec.hidden // 2048
             grid = max(1, min(self._stage_grid, groups))
             self._stage_kernel.launch(grid, params, stream)
@@ -399,7 +399,7 @@ class CudaSession:
         params.topk_idx = topk_idx.data_ptr()
         params.topk_weight = topk_weight.data_ptr()
         params.y = out.data_ptr()
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._kernel.launch(self._shape.num_units, params, stream)
         if self._events is not None:
             self._events[1].record()

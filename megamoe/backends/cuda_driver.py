@@ -87,8 +87,14 @@ class Kernel:
             attributes.append(attribute)
         self._config.attrs = attributes
         self._config.numAttrs = len(attributes)
-        self._launch = driver.cuLaunchKernelEx
+        # Through ctypes: the binding's own call converts the configuration anew each time, which
+        # takes several µs of the host.
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch.argtypes = (ctypes.c_void_p,) * 4
+        self._address = int(self._config.getPtr())
+        self._entry = int(self._function)
         self._pointers = (ctypes.c_void_p * 1)()
+        self._grid = self._stream = -1
 
     def launch(self, grid: int, params: ctypes.Structure, stream: int) -> None:
         """Enqueues one launch; ``params`` may be changed as soon as this returns.
@@ -97,11 +103,14 @@ class Kernel:
             MegaMoeError: the driver refuses, e.g. a cooperative grid that does not fit.
         """
         self._pointers[0] = ctypes.addressof(params)
-        self._config.gridDimX = grid
-        self._config.hStream = stream
-        (error,) = self._launch(self._config, self._function, ctypes.addressof(self._pointers), 0)
-        if int(error) != 0:
-            raise MegaMoeError(f"launching {self._name} on {grid} CTAs: {error}")
+        if grid != self._grid:
+            self._grid = self._config.gridDimX = grid
+        if stream != self._stream:
+            self._stream = self._config.hStream = stream
+        error = self._launch(self._address, self._entry, ctypes.addressof(self._pointers), None)
+        if error:
+            name = _driver().CUresult(error).name
+            raise MegaMoeError(f"launching {self._name} on {grid} CTAs: {name}")
 
 
 def tensor_map(
