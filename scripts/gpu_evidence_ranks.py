@@ -1,6 +1,8 @@
 """Traces, what tracing costs, and the power experiment, in one process per rank: GPU time is dear.
 
-    torchrun --nproc-per-node 2 scripts/gpu_evidence.py --out DIR
+    torchrun --nproc-per-node 2 scripts/gpu_evidence_ranks.py --out DIR
+
+``scripts/gpu_evidence`` builds, compiles and starts it.
 
 Writes ``trace_T.json.gz``, ``timeline_T.svg`` and ``trace.json`` (sums and problems), and
 ``power.json`` in the form of ``megamoe bench power``.
