@@ -304,6 +304,7 @@ def steps_row(args: argparse.Namespace) -> dict:
         for thread in threads:
             thread.join()
         after = sums()
+        spans = host_spans(served)
         served.note_processes()
     steps = after["steps"] - before["steps"]
     # A step is seen once by each of its requests.
@@ -343,11 +344,23 @@ def steps_row(args: argparse.Namespace) -> dict:
         "requests_per_s": round(requests[0] / args.seconds, 1),
         "steps_per_s": round(steps / args.seconds, 1),
         "mean_ms": {p: round((after[p] - before[p]) / steps * 1e3, 3) for p in phases},
+        "rank_ms": spans,
         "timed_by": told["timed_by"],
         "compared": compared,
         "telemetry_overhead": told["telemetry_overhead"],
         "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
     }
+
+
+def host_spans(served: Served) -> dict[str, float]:
+    """Median milliseconds of a rank's host in each part of the last hundred steps with work."""
+    link = http.client.HTTPConnection("127.0.0.1", served.port)
+    link.request("GET", "/trace")
+    found: dict[str, list[float]] = {}
+    for event in json.loads(link.getresponse().read())["traceEvents"]:
+        if event["ph"] == "X" and event["name"] in ("gather", "layer", "scatter"):
+            found.setdefault(event["name"], []).append(event["dur"] * 1e-3)
+    return {name: round(statistics.median(taken), 3) for name, taken in found.items()}
 
 
 def bare(args: argparse.Namespace) -> None:
