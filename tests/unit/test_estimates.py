@@ -208,7 +208,7 @@ def test_tiles_of_a_link_bound_call_approach_the_link():
 
 
 # What the docs say of the model: root mean square and worst error on each file.
-STATED = {"moe_h200x1.json": (0.12, 0.30), "moe_h200x2.json": (0.12, 0.30)}
+STATED = {"moe_h200x1.json": (0.10, 0.20), "moe_h200x2.json": (0.06, 0.12)}
 
 
 @pytest.mark.parametrize("name", STATED)
@@ -220,8 +220,19 @@ def test_error_on_measured_rows_is_as_stated(name):
     assert max(map(abs, errors)) <= worst, errors
 
 
+def test_coefficients_are_those_of_the_committed_rows():
+    """Within what a new run of the same kernel may move them."""
+    rows = rows_of("moe_h200x2.json")
+
+    def rms(coefficients):
+        errors = [e["error"] for e in moe_error(rows, with_=coefficients)]
+        return math.sqrt(sum(e * e for e in errors) / len(errors))
+
+    assert rms(FITTED) <= rms(fit(rows)) + 0.03
+
+
 def test_a_fit_recovers_the_coefficients_of_made_up_rows():
-    wanted = replace(FITTED, flops=0.92, read=0.94, sharpness=4.0, fixed_us=20.0)
+    wanted = replace(FITTED, flops=0.84, read=0.94, sharpness=4.0, fixed_us=20.0)
     rows = [
         {
             "model": model,
