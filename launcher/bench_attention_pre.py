@@ -28,7 +28,7 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
-from megamoe.backends.attention import IN_FLIGHT, MEASURED_COST, AttentionKernel, BoundPlan
+from megamoe.backends.attention import IN_FLIGHT, AttentionKernel, BoundPlan
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
 from megamoe.telemetry import Sampler
@@ -263,7 +263,7 @@ def main() -> None:
         for kv in kvs:
             batch = batch_of(m, kv)
             tiles = with_splits(full, batch, workers, args.splits)
-            planner = Planner(full, workers, queue=args.queue, tiles=tiles, cost=MEASURED_COST)
+            planner = Planner(full, workers, queue=args.queue, tiles=tiles)
             encoded = encode(planner.plan(batch))
             kernel = bench.kernel(planner, slots=args.slots, cooperative=bool(args.cooperative))
             plans = bench.bind(kernel, encoded, batch, args.copies, args.in_flight)
@@ -281,7 +281,7 @@ def main() -> None:
             if args.prefixes:
                 for names in PREFIXES:
                     cut = subgraph(full, names.split())
-                    part = Planner(cut, workers, queue=args.queue, cost=MEASURED_COST)
+                    part = Planner(cut, workers, queue=args.queue)
                     less = encode(part.plan(batch))
                     plans = bench.bind(kernel, less, batch, args.copies)
                     add(f"megakernel {names}", batch, kv, "cold", measure(plans, "cold"),

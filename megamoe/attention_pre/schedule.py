@@ -36,15 +36,17 @@ class CostModel:
         input_rate: bytes per µs and worker from L2.
         prefetch_bytes: weights that fit beside the running task's.
         event_us: from a producer's last store to a consumer's first load: release, poll, acquire.
-        body_us: what every task costs besides its bytes.
+        body_us: what every task costs besides its bytes. This and ``event_us`` are those of the
+            Hopper kernel on an H200: with them, the estimates of the kinds of queue fall in the
+            order that was measured (``docs/attention_pre.md``).
         ticket_us: taking a task from the dynamic queue, asked for when the loads of the last began.
     """
 
     weight_rate: float = 4.70e6 / 132
     input_rate: float = 1.5e5
     prefetch_bytes: int = 128 << 10
-    event_us: float = 1.0
-    body_us: float = 0.4
+    event_us: float = 0.8
+    body_us: float = 4.0
     ticket_us: float = 0.7
 
 

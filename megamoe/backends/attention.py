@@ -65,9 +65,10 @@ AHEAD_PAGES: Final = 24
 """With 132 CTAs 52 MB, what an H200's L2 holds beside inputs and partial sums."""
 AHEAD_CYCLES: Final = 900
 """A page per SM and 0.45 µs is three quarters of what the memory can deliver."""
-MEASURED_COST: Final = CostModel(event_us=0.8, body_us=4.0)
-"""For ``Planner``: what this kernel's tasks cost on an H200 besides bytes. With these figures the
-estimates of the kinds of queue fall in the order that was measured (``docs/attention_pre.md``)."""
+
+
+MEASURED_COST: Final = CostModel()
+"""For ``Planner``: what this kernel's tasks cost on an H200, which is the planner's default."""
 
 
 class AttentionFault(MegaMoeError, TimeoutError):
