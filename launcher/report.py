@@ -18,6 +18,7 @@ from typing import Any, Final
 from launcher.estimates import H200, overlap
 from megamoe.errors import MegaMoeError
 from megamoe.spec import MODELS, MoESpec
+from megamoe.telemetry import CLOCKS_EVENTS
 
 __all__ = ["LEDGERS", "build_report", "kernel_resources", "write_report"]
 
@@ -149,6 +150,8 @@ def _interconnect(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
 
 def _power(row: Row) -> list[Figure]:
     throttle = row.get("throttle")
+    if isinstance(throttle, str) and throttle.startswith("0x"):  # NVML's bits
+        throttle = [name for bit, name in CLOCKS_EVENTS.items() if int(throttle, 16) & bit]
     if isinstance(throttle, list):
         throttle = ", ".join(throttle) or "none"
     return [

@@ -49,6 +49,10 @@ def source(found: Found, *names: str) -> str:
     return f"*{'; '.join(said)}. From {files}.*"
 
 
+def same_inputs(row: Found) -> tuple[Any, ...]:
+    return tuple(str(row.get(key)) for key in ("model", "ranks", "tokens", "routing"))
+
+
 def moe_gpu() -> list[str]:
     """Rows of the GPU benchmark that have a time, of the largest group that has been measured."""
     for name in ("moe_h200x4.json", "moe_h200x2.json", "moe_h200x1.json"):
@@ -56,9 +60,14 @@ def moe_gpu() -> list[str]:
         rows = [row for row in (found or {}).get("rows", []) if row.get("total_us")]
         if found is None or not rows:
             continue
-        body = []
+        earlier = {same_inputs(row): row for row in found.get("earlier", [])}
+        body, bracketed = [], False
         for row in rows:
             peer, ours = row.get("peer_us"), row["total_us"]
+            unfused = cell(row.get("unfused_us"))
+            before = earlier.get(same_inputs(row), {}).get("unfused_us")
+            if unfused == "–" and before is not None:
+                unfused, bracketed = f"({before:.0f})", True
             body.append(
                 [
                     row["model"],
@@ -68,7 +77,7 @@ def moe_gpu() -> list[str]:
                     cell(row.get("fraction_of_floor"), ".2f"),
                     cell(peer),
                     cell(peer / ours if peer else None, ".2f", "×"),
-                    cell(row.get("unfused_us")),
+                    unfused,
                     cell(row.get("sustained_us")),
                     cell(1e3 * row["joules_per_token"], ".2f")
                     if row.get("joules_per_token") is not None
@@ -81,6 +90,8 @@ def moe_gpu() -> list[str]:
         )
         missing = len(found["rows"]) - len(rows)
         lines = [*table(columns, body), "", source(found, name)]
+        if bracketed:
+            lines.append("*In brackets: of an earlier run, see the file's notes.*")
         if missing:
             lines.append(
                 f"*{missing} more rows are in the file without a time, each with a reason.*"
@@ -121,32 +132,45 @@ def moe_cpu() -> list[str]:
     return [*table(columns, body), "", source(found, "moe_cpu.json")]
 
 
+VARIANTS = {
+    "megakernel": "the megakernel",
+    "branches": "eight kernels in a graph, branches",
+    "branches_pdl": "branches with PDL",
+    "graph_rewrite": "graph rewritten",
+    "manual_streams": "streams by hand",
+    "single_stream": "one stream",
+    "single_stream_pdl": "one stream with PDL",
+    "peer_serial": "public kernels, one after the other",
+}
+
+
 def attention_pre() -> list[str]:
-    """The best of each variant and case, by its inputs."""
+    """All variants of the case that has been measured in all of them: 16 tokens, 2 requests."""
     found = load("attention_pre_h200.json")
-    best: dict[tuple[Any, ...], Found] = {}
+    times: dict[tuple[str, str], Found] = {}
     for row in (found or {}).get("rows", []):
-        if row.get("us") is None or row["variant"] in ("megakernel_empty", "megakernel_traced"):
+        if row.get("us") is None or (row["m"], row["requests"], row["kv"]) != (16, 2, 8192):
             continue
-        key = (row["m"], row["requests"], row["kv"], row["l2"], row["variant"])
-        if key not in best or row["us"] < best[key]["us"]:
-            best[key] = row
-    if found is None or not best:
+        key = (row["variant"], row["l2"])
+        if key not in times or row["us"] < times[key]["us"]:
+            times[key] = row
+    ours = times.get(("megakernel", "cold"))
+    if found is None or ours is None:
         return ["*Not measured yet.*"]
-    body = [
-        [
-            row["variant"],
-            str(row["m"]),
-            str(row["requests"]),
-            str(row["kv"]),
-            row["l2"],
-            cell(row["us"], ".1f"),
-            cell(row.get("floor_us"), ".1f"),
-        ]
-        for _, row in sorted(best.items())
-    ]
-    columns = ("variant", "tokens", "requests", "context", "L2", "µs", "floor, µs")
-    return [*table(columns, body), "", source(found, "attention_pre_h200.json")]
+    body = []
+    for variant, name in VARIANTS.items():
+        cold, warm = (times.get((variant, l2), {}).get("us") for l2 in ("cold", "warm"))
+        if cold is not None:
+            slower = "" if variant == "megakernel" else cell(cold / ours["us"], ".2f", "×")
+            body.append([name, cell(cold, ".1f"), cell(warm, ".1f"), slower])
+    columns = (
+        "16 tokens of 2 requests, 8192 of context",
+        "L2 cold, µs",
+        "warm, µs",
+        "of the first",
+    )
+    floor = f"*Floor: {ours['floor_us']:.1f} µs.*"
+    return [*table(columns, body), "", floor, source(found, "attention_pre_h200.json")]
 
 
 def stress() -> list[str]:
