@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from launcher.serving.routing import SteadyRouter
 from megamoe.backends.trace import stretches, trace_wanted
 from megamoe.layer import MoELayer
 from service import ipc
@@ -37,7 +38,7 @@ class Executor:
 
     def __init__(self, layer: MoELayer, arena: Arena, router: Router | None, device: str) -> None:
         self.layer = layer
-        self.router = router
+        self.router = None if router is None else SteadyRouter(router, device)
         self.device = device
         self.spec = layer.spec
         self.rank = layer.rank
@@ -135,38 +136,30 @@ class Executor:
         weights: list[Tensor] = []
         for item, rows in parts:
             at = item.layout
-            x = self.view(at.hidden, rows, spec.hidden, dtype)
-            hidden.append(x)
+            hidden.append(self.view(at.hidden, rows, spec.hidden, dtype))
             if fp8:
                 scales.append(self.view(at.scales, rows, spec.hidden // 128, torch.float32))
-            item_ids = self.view(at.topk_ids, rows, spec.topk, torch.int32)
-            item_weights = self.view(at.topk_weights, rows, spec.topk, torch.float32)
+            ids.append(self.view(at.topk_ids, rows, spec.topk, torch.int32))
+            weights.append(self.view(at.topk_weights, rows, spec.topk, torch.float32))
+        x = _joined(hidden, spec.hidden, dtype, self.device)
+        x_scales = None
+        if fp8:
+            x_scales = _joined(scales, spec.hidden // 128, torch.float32, self.device)
+        first = 0
+        for (item, rows), item_ids, item_weights in zip(parts, ids, weights, strict=True):
             if not item.routed:
-                self._route(x, scales[-1] if fp8 else None, item_ids, item_weights)
-            ids.append(item_ids)
-            weights.append(item_weights)
-
+                part = slice(first, first + len(rows))
+                wide = _wide(x[part], None if x_scales is None else x_scales[part])
+                assert self.router is not None
+                for mine, chosen in zip((item_ids, item_weights), self.router(wide), strict=True):
+                    mine.copy_(chosen)
+            first += len(rows)
         return (
-            _joined(hidden, spec.hidden, dtype, self.device),
-            _joined(scales, spec.hidden // 128, torch.float32, self.device) if fp8 else None,
+            x,
+            x_scales,
             _joined(ids, spec.topk, torch.int32, "cpu"),
             _joined(weights, spec.topk, torch.float32, "cpu").to(self.device),
         )
-
-    def _route(self, x: Tensor, scales: Tensor | None, ids: Tensor, weights: Tensor) -> None:
-        """Lets the layer's router choose.
-
-        One token at a time: a matrix product over more rows may round differently, and a request's
-        routes must not depend on its neighbours.
-        """
-        assert self.router is not None
-        if scales is not None:
-            wide = x.float().view(x.shape[0], -1, 128) * scales[:, :, None]
-            x = wide.view(x.shape).to(torch.bfloat16)
-        for row in range(x.shape[0]):
-            row_ids, row_weights = self.router(x[row : row + 1])
-            ids[row] = row_ids[0].to(torch.int32)
-            weights[row] = row_weights[0]
 
     def _scatter(self, parts: list[tuple[ipc.PlanItem, range]], y: Tensor) -> None:
         at = 0
@@ -181,6 +174,14 @@ class Executor:
 def _both(l1: int | None, l2: int | None) -> tuple[int, int] | None:
     """A pair of counters; None where the backend does not count."""
     return None if l1 is None or l2 is None else (l1, l2)
+
+
+def _wide(x: Tensor, scales: Tensor | None) -> Tensor:
+    """What the router looks at: FP8 activations widened to BF16."""
+    if scales is None:
+        return x
+    values = x.float().view(x.shape[0], -1, 128) * scales[:, :, None]
+    return values.view(x.shape).to(torch.bfloat16)
 
 
 def _joined(tensors: list[Tensor], columns: int, dtype: torch.dtype, device: str) -> Tensor:

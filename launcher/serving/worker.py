@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -146,8 +146,6 @@ class Worker:
             if self.rank == 0 and options.attention is not None:
                 attention = options.attention.open(device)
             router = options.router()
-            if router is not None and router.logits_fp32:
-                router = replace(router, weight=router.weight.float())
             # Rank 0 binds before the others connect, and all meet before anybody says hello.
             peers: zmq.Socket[bytes] | None = None
             address = ipc.ranks_address(options.run_dir)
