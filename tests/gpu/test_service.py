@@ -139,6 +139,14 @@ def test_fp8_activations_give_the_bits_of_their_bf16_origin(served):
     assert_bitwise(have, infer_moe(served.url, **tensors(x, ids, weights))[0])
 
 
+def test_routes_of_the_layers_router_do_not_depend_on_neighbours(served):
+    x, _, _ = call(7, 100)
+    y, _ = infer_moe(served.url, hidden_states=("BF16", x))
+    for rows in (slice(0, 1), slice(99, 100), slice(13, 77)):
+        part, _ = infer_moe(served.url, hidden_states=("BF16", x[rows]))
+        assert_bitwise(part, y[rows])
+
+
 def test_kernel_time_is_that_of_the_gpu(served):
     """By events: less than the call's wall time, which holds launches and copies too."""
     case = tensors(*call(4))
