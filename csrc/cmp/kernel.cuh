@@ -74,6 +74,9 @@ MEGAMOE_DEVICE void run_part(const Task& t) {
         if constexpr (S::kOpcode == Opcode::kQkvAFinal) qkv_a_final<S>(t);
         if constexpr (S::kOpcode == Opcode::kHeadGate) head_gate<S>(t);
         if constexpr (S::kOpcode == Opcode::kIndexKey) index_key<S>(t);
+        // Unsplit, these read a producer's sums beside their pages.
+        if constexpr (S::kOpcode == Opcode::kIndexQuery || S::kOpcode == Opcode::kGemmStore)
+            t.wait_inputs();
         if constexpr (S::kOpcode == Opcode::kIndexQuery) index_query<S>(t);
         if constexpr (S::kOpcode == Opcode::kMainQuery) main_query<S>(t);
         if constexpr (S::kOpcode == Opcode::kAbsorbQuery) absorb_query<S>(t);

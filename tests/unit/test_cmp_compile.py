@@ -21,6 +21,7 @@ from megamoe import jit
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
+from megamoe.cmp.bound import TUNING, Tuning
 from megamoe.cmp.kernels import (
     compile_kernel,
     kernel_defines,
@@ -204,12 +205,27 @@ def test_registers_and_shared_memory(rows):
 
 
 def test_a_consumer_fits_beside_its_producer():
-    """At 16 rows: whoever begins early needs room on the same SM."""
-    size = {
-        k.name: cubin(k).constant("megamoe_cmp_shared_bytes") + CTA_RESERVED for k in kernels(16)
-    }
-    for producer, consumer in [("A0", "B0p"), ("B0p", "B0f"), ("B0f", "D0"), ("D1p", "D1f")]:
+    """At 16 rows, as the layer runs them: whoever begins early needs room on the same SM."""
+    size = {}
+    for k in kernels(16):
+        tuned = TUNING.get(k.name, Tuning())
+        shape = kernel_shape(k, tuned.weight_pages, tuned.ctas)
+        unit = compile_kernel(k.specialization, k.part, shape)
+        size[k.name] = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
+    pairs = [("A0", "B0p"), ("B0p", "B0f"), ("B0p", "D1p"), ("B0f", "D0"), ("D1p", "D1f")]
+    for producer, consumer in pairs:
         assert size[producer] + size[consumer] <= SM_SHARED, (producer, consumer, size)
+
+
+def test_a_stage_that_is_not_split_reads_nothing_early():
+    """A small layer's D1 reads the gate beside its pages."""
+    plan = Planner(attention_pre_graph(SMALL), 132).plan(batch_of(16))
+    found = next(k for k in standalone_kernels(plan) if k.name == "D1")
+    shape = kernel_shape(found)
+    defines = kernel_defines(found.specialization, found.part, shape, "late")
+    assert ptx_early_loads(jit.compile_ptx("cmp/cmp.cu", defines)) == []
+    defines = kernel_defines(found.specialization, found.part, shape, "never")
+    assert ptx_early_loads(jit.compile_ptx("cmp/cmp.cu", defines)) != []
 
 
 def test_tasks_follow_from_the_number():
