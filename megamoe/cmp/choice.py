@@ -1,7 +1,7 @@
 """Which engine is faster for a shape, from committed measurements.
 
-``EVIDENCE`` repeats ``benchmarks/results/attention_pre_h200.json`` (cold L2, both engines in one run);
-a test compares the two. A shape that was not measured takes the nearest one that was, if it is near.
+``EVIDENCE`` repeats ``benchmarks/results/attention_pre_h200.json`` (cold L2, both engines in one
+run); a test compares the two. Other shapes take the nearest one that was measured, if it is near.
 """
 
 from __future__ import annotations
