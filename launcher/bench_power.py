@@ -420,13 +420,13 @@ def _report(group: Group, rows: list[dict[str, Any]], output: Path | None, *, as
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
+    from launcher.report_html import shown as as_text
+
     columns = ("burst_us", "sustained_us", "watts", "sm_mhz", "joules_per_token", "throttle")
     shown = table("sustained load", "variant", "tokens", *columns, "same bits")
     for row in rows:
         values = [row[name] for name in columns]
-        cells = [
-            "—" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in values
-        ]
+        cells = ["—" if value is None else as_text(value) for value in values]
         shown.add_row(row["variant"], str(row["tokens"]), *cells, str(row["same_bits"]))
     stdout.print(shown)
 
