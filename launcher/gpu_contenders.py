@@ -68,9 +68,9 @@ class GpuWeights:
         w1_scale, w2_scale: FP32 [E_l, N/128, K/128], or None for BF16 weights.
     """
 
-    def __init__(self, spec: MoESpec, rank: int, num_ranks: int, seed: int) -> None:
-        local = spec.experts_per_rank(num_ranks)
-        experts = random_experts(spec, rank, num_ranks, seed, device="cuda")
+    def __init__(self, group: Group, spec: MoESpec, seed: int) -> None:
+        local = spec.experts_per_rank(group.num_ranks)
+        experts = random_experts(spec, group.rank, group.num_ranks, seed, device=group.device)
         for e, expert in enumerate(experts):
             if e == 0:
                 self.w1, self.w1_scale = _many(local, expert.w1), _many(local, expert.w1_scale)
@@ -108,7 +108,7 @@ class GpuWeights:
 
 
 def _many(count: int, one: Tensor | None) -> Any:
-    return None if one is None else torch.empty((count, *one.shape), dtype=one.dtype, device="cuda")
+    return None if one is None else one.new_empty((count, *one.shape))
 
 
 class GpuContender(Protocol):
@@ -285,12 +285,11 @@ class Unfused:
             raise Unavailable("masked routes are not asked of it here")
         assert batch.scale is not None
         s, ranks, rank = self._spec, self._group.num_ranks, self._group.rank
-        local = s.num_experts // ranks
+        local, device = s.num_experts // ranks, batch.x.device
         flat = batch.ids.flatten()
         order = flat.argsort(stable=True)
         count = torch.bincount(flat, minlength=s.num_experts)
-        every = torch.empty(ranks, s.num_experts, dtype=torch.int64, device="cuda")
-        dist.all_gather_into_tensor(every, count)
+        every = torch.stack(self._group.gather(count.cpu()))
         self._send = count.view(ranks, local).sum(1).tolist()
         mine = every[:, rank * local : (rank + 1) * local]
         self._receive = mine.sum(1).tolist()
@@ -299,7 +298,7 @@ class Unfused:
         padded = [math.ceil(c / 128) * 128 for c in per]
         rows = max(128, sum(padded))
         start = [sum(padded[:e]) for e in range(local)]
-        self._layout = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
+        self._layout = torch.full((rows,), -1, dtype=torch.int32, device=device)
         position, fill, at = torch.empty(total, dtype=torch.int64), start.copy(), 0
         for of_source in mine.tolist():
             for e, c in enumerate(of_source):
@@ -308,12 +307,12 @@ class Unfused:
                 at += c
         for e in range(local):
             self._layout[start[e] : start[e] + per[e]] = e
-        self._token, self._position = order // s.topk, position.cuda()
+        self._token, self._position = order // s.topk, position.to(device)
         self._inverse = torch.empty_like(order)
-        self._inverse[order] = torch.arange(flat.numel(), device="cuda")
+        self._inverse[order] = torch.arange(flat.numel(), device=device)
 
         def new(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device="cuda")
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
         groups = s.hidden // 128
         self._got = (new(total, s.hidden), new(total, groups, dtype=torch.float32))
