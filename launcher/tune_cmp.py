@@ -38,8 +38,8 @@ _TRIGGERS: Final[Mapping[str, Sequence[str]]] = {
     "D0": ("weights", "inputs", "stored"),
 }
 _PAGES: Final[Mapping[str, Sequence[int]]] = {
-    "D0": (4, 6, 8),
-    "B0p": (4, 6, 8),
+    "D0": (8, 10, 6, 4),
+    "B0p": (6, 8, 5, 4),
     "C0": (4,),
 }
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
@@ -65,6 +65,9 @@ def _changes(now: Setting, names: Sequence[str]) -> Iterator[tuple[str, Setting]
         tuned = replace(now.tuning.get(name, Tuning()), **values)
         return replace(now, tuning={**now.tuning, name: tuned})
 
+    for name in ("D0", "B0p", "C0"):  # what weighs most
+        for pages in _PAGES[name]:
+            yield f"{name} pages {pages}", with_(name, weight_pages=pages)
     p = now.prefetch
     for megabytes in (0, 12, 20, 28, 36, 44):
         for cycles in (600, 900, 1300):
@@ -81,8 +84,6 @@ def _changes(now: Setting, names: Sequence[str]) -> Iterator[tuple[str, Setting]
         for weights in (("w_q_b", "w_uk"), ("w_index_q", "w_uk", "w_q_b"), ("w_q_b", "w_index_q")):
             yield f"prefetch {weights}", replace(now, prefetch=replace(p, weights=weights))
     for name in names:
-        for pages in _PAGES.get(name, ()):
-            yield f"{name} pages {pages}", with_(name, weight_pages=pages)
         for trigger in ("entry", *_TRIGGERS.get(name, ())):
             if name in _TRIGGERS:
                 yield f"{name} trigger {trigger}", with_(name, trigger=trigger)

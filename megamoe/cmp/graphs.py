@@ -248,10 +248,13 @@ class CmpGraph:
         serial = _attribute(
             "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1
         )
-        places = [streams(len(run.kernels), run.edges) for run in self._runs]
-        made = [self._stream() for _ in range(1 + max(max(p) for p in places))]
-        self._begin(made[0])
-        for run, place in zip(self._runs, places, strict=True):
+        main = self._stream()
+        self._begin(main)
+        for run in self._runs:
+            place = streams(len(run.kernels), run.edges)
+            # Branches of their own in every run: a stream that is used again would have them follow
+            # its last kernel of the run before.
+            made = [main, *(self._stream() for _ in range(max(place)))]
             self.nodes.append([])
             ready: dict[int, Any] = {}
             for i, bound in enumerate(run.kernels):
@@ -281,7 +284,7 @@ class CmpGraph:
                 done = self._event()
                 _check(driver.cuEventRecord(done, made[place[i]]), "an event")
                 _check(driver.cuStreamWaitEvent(made[0], done, 0), "joining a branch")
-        return _check(driver.cuStreamEndCapture(made[0]), "the end of a capture")
+        return _check(driver.cuStreamEndCapture(main), "the end of a capture")
 
     # ------------------------------------------------------------ what it is
 

@@ -241,6 +241,23 @@ def test_every_mode_has_its_edges(mode, count, monkeypatch):
         assert all(fake.edges[a, first] == FULL for a in before)
 
 
+@pytest.mark.parametrize("mode", ["graph_rewrite", "manual_streams"])
+def test_three_ways_make_the_same_graph(mode, monkeypatch):
+    """Edges between runs included."""
+    made = []
+    for way in ("branches_pdl", mode):
+        fake = FakeDriver()
+        monkeypatch.setattr(graphs, "_driver", lambda fake=fake: fake)
+        graph = CmpGraph([run_of(kernels()) for _ in range(3)], way)
+        name = {
+            int(node): (r, ORDER[i])
+            for r, run in enumerate(graph.nodes)
+            for i, node in enumerate(run)
+        }
+        made.append({(name[a], name[b]): kind for (a, b), kind in fake.edges.items()})
+    assert made[0] == made[1]
+
+
 def test_chosen_edges_are_programmatic(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(graphs, "_driver", lambda: fake)

@@ -1,0 +1,67 @@
+"""``megamoe bench cmp`` without a GPU: what it refuses, its graphs, and how rows are merged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from launcher.bench_attention_pre import batch_of
+from launcher.cli import app
+from launcher.cmp_rows import counter_graph, merge_rows
+from launcher.tune_cmp import Setting, _changes
+from megamoe.attention_pre.plan import Planner
+from megamoe.attention_pre.stages import partition
+from megamoe.attention_pre.tiling import TileConfig, Tiling
+from megamoe.cmp.bound import TUNING
+from megamoe.cmp.dag import data_edges
+from megamoe.cmp.kernels import standalone_kernels
+from megamoe.cmp.prefetch import Prefetch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--what", "all"], "--what all"), (["--model", "llama"], "--model llama")],
+)
+def test_refuses(arguments, words):
+    result = CliRunner().invoke(app, ["bench", "cmp", *arguments])
+    assert result.exit_code != 0
+    assert words in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the command would run")
+def test_says_that_it_needs_a_gpu():
+    result = CliRunner().invoke(app, ["bench", "cmp"])
+    assert result.exit_code != 0
+    assert "Hopper" in result.output
+
+
+def test_the_counter_example_is_a_projection_and_a_norm():
+    tiles = TileConfig("counter", 16, {"O": Tiling(split_k=2), "N": Tiling()})
+    graph = partition(counter_graph(16384, 6144))
+    parts = standalone_kernels(Planner(graph, 132, tiles=tiles).plan(batch_of(16, 512)))
+    assert [k.name for k in parts] == ["Op", "Of", "N"]
+    assert data_edges(parts) == ((0, 1), (1, 2))
+
+
+def test_new_rows_replace_those_of_the_same_shape_alone(tmp_path):
+    path = tmp_path / "results.json"
+    old = {"variant": "branches", "m": 16, "kv": 8192, "l2": "cold", "us": 1.0}
+    others = [{**old, "variant": "megakernel"}, {**old, "m": 64}, {**old, "l2": "warm"}]
+    path.write_text(json.dumps({"meta": {"gpu": "one"}, "rows": [old, *others]}))
+    merge_rows(path, [{**old, "us": 2.0}], {"commit": "x"})
+    held = json.loads(path.read_text())
+    assert held["rows"] == [*others, {**old, "us": 2.0}]
+    assert held["meta"] == {"gpu": "one", "cmp": {"commit": "x"}}
+
+
+def test_a_change_of_the_tuner_changes_one_thing():
+    start = Setting(TUNING, Prefetch())
+    names = ["A0", "B0p", "B0f", "C0", "B1p", "B1f", "D1p", "D1f", "D0", "D2", "E1"]
+    changes = dict(_changes(start, names))
+    assert len(changes) > 30
+    for what, setting in changes.items():
+        differ = {n for n in names if setting.tuning.get(n) != start.tuning.get(n)}
+        assert len(differ) + (setting.prefetch != start.prefetch) <= 1, what
