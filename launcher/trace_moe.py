@@ -92,7 +92,8 @@ def command(
         traces, samples = trace_call(
             group, spec, config, tokens, routing, calls, seconds, seed, cast("Backend", backend)
         )
-        title = f"{model}, {tokens} tokens per rank, {routing}, {group.num_ranks} ranks"
+        kind = {"cpu": "CPU", "cuda": "GPU"}[traces[0].backend]
+        title = f"{model}, {tokens} tokens per rank, {routing}, {group.num_ranks} {kind} ranks"
         return _report(group, traces, samples, output, svg, title, as_json=as_json)
 
     run_in_group(
