@@ -69,6 +69,7 @@ _MAX_EXPERTS = 512
 _BOXES = (8, 16, 32, 48, 64, 80, 96, 128)
 _LINE = 128
 _OPEN_LIMIT_S = 600.0
+_MANY_TOKENS = 4096
 
 
 class _MoEParams(ctypes.Structure):
@@ -142,9 +143,11 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
     # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
     mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
     busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
-    # Room for every expert's block when each has few rows, so that no pull waits for a slot.
+    # With few tokens every expert's block has room, so that no pull waits for a slot; with many,
+    # where windows are large, 64: a pull is then far ahead of its tile all the same.
     local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
-    rings = min(config.max_blocks(spec), max(64, local + 8))
+    most = 64 if config.max_tokens >= _MANY_TOKENS else max(64, local + 8)
+    rings = min(config.max_blocks(spec), most)
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
     wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
     lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
