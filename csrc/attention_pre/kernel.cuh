@@ -3,15 +3,17 @@
 //   warps   role                                       file
 //   0-7     math: main loops, finishers                ops/*.cuh
 //   8       controller: records into slots             roles.cuh
-//   9       weights, keys                              roles.cuh
-//   10      event waits, inputs                        roles.cuh
+//   9       weights, keys                              weights.cuh
+//   10      event waits, inputs                        inputs.cuh
 //   11      publishes finished units                   roles.cuh
 #pragma once
 
+#include "attention_pre/inputs.cuh"
 #include "attention_pre/ops/index_score.cuh"
 #include "attention_pre/ops/norm_quant.cuh"
 #include "attention_pre/ops/projections.cuh"
 #include "attention_pre/roles.cuh"
+#include "attention_pre/weights.cuh"
 
 namespace megamoe::attention {
 

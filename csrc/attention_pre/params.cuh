@@ -122,7 +122,7 @@ MEGAMOE_HD constexpr uint32_t max_band() {
 // Weight scales that a task may need.
 MEGAMOE_HD constexpr uint32_t max_scales() {
     uint32_t most = 4;
-#define X(id, ...)                                                     \
+#define X(id, ...)                                                                           \
     if (Spec<id>::kLoads == Loads::kFp8 && Spec<id>::kBlocks * Spec<id>::kTiles > int(most)) \
         most = Spec<id>::kBlocks * Spec<id>::kTiles;
     MEGAMOE_ATTENTION_SPECS
@@ -156,10 +156,8 @@ struct AttentionParams {
     uint32_t dynamic;
     uint32_t ticket_counter;  // dynamic
     uint32_t in_flight;       // weight pages of a CTA that may be on their way at once
-    uint32_t early_in_flight;  // the same while the instruction's inputs are not there yet
-    uint32_t ahead_pages;     // weight pages that find no room and may go to L2 meanwhile
-    uint32_t ahead_cycles;    // at least, between two of them
-    uint32_t reserved;
+    uint32_t ahead_pages;     // weight pages that find no room and may go to L2 meanwhile,
+    uint32_t ahead_cycles;    // with a pause between two of them
 };
 
 }  // namespace megamoe::attention

@@ -41,11 +41,12 @@ inline constexpr uint32_t kPageBytes = kTileRows * kBlockBytes;
 inline constexpr uint32_t kInputPages = MEGAMOE_ATTENTION_INPUT_PAGES;
 inline constexpr uint32_t kWeightPages = MEGAMOE_ATTENTION_WEIGHT_PAGES;
 #else
-// Wide bands fill an input page with one block of K, so they need more of them in flight.
-#ifndef MEGAMOE_ATTENTION_FEW_INPUTS
-#define MEGAMOE_ATTENTION_FEW_INPUTS 3
+// Wide bands fill an input page with one block of K, so they need more of them in flight. Narrow
+// ones need two: the wgmmas in flight span no more.
+#ifndef MEGAMOE_ATTENTION_NARROW_INPUT_PAGES
+#define MEGAMOE_ATTENTION_NARROW_INPUT_PAGES 3
 #endif
-inline constexpr uint32_t kInputPages = max_band() <= 32 ? MEGAMOE_ATTENTION_FEW_INPUTS : 5;
+inline constexpr uint32_t kInputPages = max_band() <= 32 ? MEGAMOE_ATTENTION_NARROW_INPUT_PAGES : 5;
 inline constexpr uint32_t kWeightPages = 13 - kInputPages;
 #endif
 inline constexpr uint32_t kMaxScales = max_scales();

@@ -60,7 +60,6 @@ _FAULT_WORDS: Final = 7
 _STAMPS: Final = 7
 IN_FLIGHT: Final = 4
 """64 KiB per SM saturate the memory; with ten pages a call takes 1–3 % longer."""
-EARLY_IN_FLIGHT: Final = 4
 AHEAD_PAGES: Final = 24
 """With 132 CTAs 52 MB, what an H200's L2 holds beside inputs and partial sums."""
 AHEAD_CYCLES: Final = 900
@@ -93,10 +92,8 @@ class _AttentionParams(ctypes.Structure):
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
-        ("early_in_flight", ctypes.c_uint32),
         ("ahead_pages", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -141,19 +138,26 @@ def spec_macro(specs: Sequence[Specialization]) -> str:
 
 
 def compile_attention(
-    specs: Sequence[Specialization], *, slots: int = 3, trace: bool = False, watchdog: bool = False
+    specs: Sequence[Specialization],
+    *,
+    slots: int = 3,
+    input_pages: int = 3,
+    trace: bool = False,
+    watchdog: bool = False,
 ) -> jit.Cubin:
     """The kernel for these specialisations. Needs no GPU.
 
     Args:
         specs: by ``spec_id``.
         slots: instruction slots of a CTA: how far its loaders run ahead.
+        input_pages: 2 or 3 of the 13 pages for inputs, where no band exceeds 32 tokens.
         trace: stamp every instruction; for diagnosis.
         watchdog: waits inside a CTA that never end are printed and abandoned; for work on it.
     """
     defines: dict[str, int | str] = {
         "MEGAMOE_ATTENTION_SPECS": spec_macro(specs),
         "MEGAMOE_ATTENTION_SLOTS": slots,
+        "MEGAMOE_ATTENTION_NARROW_INPUT_PAGES": input_pages,
     }
     if trace:
         defines["MEGAMOE_ATTENTION_TRACE"] = 1
@@ -169,6 +173,7 @@ class AttentionKernel:
         specs: specialisations of the plans to run: ``Planner.specializations``, or several
             planners' together.
         slots: see ``compile_attention``.
+        input_pages: see ``compile_attention``.
         trace: see ``compile_attention``.
         watchdog: see ``compile_attention``.
         cooperative: ask the driver to refuse a grid that is not resident at once.
@@ -182,6 +187,7 @@ class AttentionKernel:
         specs: Sequence[Specialization],
         *,
         slots: int = 3,
+        input_pages: int = 3,
         trace: bool = False,
         watchdog: bool = False,
         cooperative: bool = True,
@@ -191,7 +197,9 @@ class AttentionKernel:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.specs = tuple(specs)
         self.trace = trace
-        cubin = compile_attention(specs, slots=slots, trace=trace, watchdog=watchdog)
+        cubin = compile_attention(
+            specs, slots=slots, input_pages=input_pages, trace=trace, watchdog=watchdog
+        )
         if cubin.constant("megamoe_attention_param_bytes") != ctypes.sizeof(_AttentionParams):
             raise MegaMoeError("the kernel's parameters are not those of backends/attention.py")
         self.weight_pages = cubin.constant("megamoe_attention_weight_pages")
@@ -288,7 +296,6 @@ class BoundPlan:
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
         in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
-        early_in_flight: the same for an instruction whose inputs are not there yet.
         ahead_pages: weight pages beyond shared memory that a CTA brings to L2 while it waits.
         ahead_cycles: at least, between two of them: a backlog would delay all other requests.
 
@@ -304,7 +311,6 @@ class BoundPlan:
         *,
         timeout_s: float = 2.0,
         in_flight: int = IN_FLIGHT,
-        early_in_flight: int = EARLY_IN_FLIGHT,
         ahead_pages: int = AHEAD_PAGES,
         ahead_cycles: int = AHEAD_CYCLES,
     ) -> None:
@@ -350,7 +356,6 @@ class BoundPlan:
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
             in_flight=in_flight,
-            early_in_flight=early_in_flight,
             ahead_pages=ahead_pages,
             ahead_cycles=ahead_cycles,
         )

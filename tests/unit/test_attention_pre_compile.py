@@ -41,6 +41,15 @@ def test_every_band_fits_registers_and_shared_memory(rows):
 
 
 @pytest.mark.slow
+def test_narrow_bands_may_leave_a_page_to_weights():
+    cubin = compile_attention(specs_of(attention_pre_graph(GLM), batch_of(1)), input_pages=2)
+    assert cubin.resources()["megamoe_attention_pre"].spill_stores == 0
+    assert cubin.warnings() == []
+    assert cubin.constant("megamoe_attention_weight_pages") == 11
+    assert cubin.constant("megamoe_attention_shared_bytes") <= 232448
+
+
+@pytest.mark.slow
 def test_a_small_layer_compiles_with_traces():
     specs = specs_of(attention_pre_graph(SMALL), Batch(((4, 300), (3, 70))), final="last")
     assert compile_attention(specs, trace=True).warnings() == []

@@ -138,7 +138,8 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc, const Meanwhile& mean
         if (first == 0) meanwhile();
 #pragma unroll
         for (int i = 0; i < kStretch; ++i) {
-            add_up(first + i, part[i % U], (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
+            add_up(first + i, part[i % U],
+                   (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
             if (i + U < kStretch) issue(first + i + U, part[i % U]);
         }
     }

@@ -95,8 +95,7 @@ struct IndexQueryRow {
             gate[i] = at(token_of(chunk, i), ptx::lane());
         for (uint32_t part = ptx::lane() + 32; part - ptx::lane() < parts; part += 32)
 #pragma unroll
-            for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i)
-                gate[i] += at(token_of(chunk, i), part);
+            for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i) gate[i] += at(token_of(chunk, i), part);
     }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
         namespace slots = operand::index_query;

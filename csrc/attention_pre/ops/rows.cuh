@@ -39,19 +39,12 @@ MEGAMOE_DEVICE uint4 pack8(const float (&f)[8]) {
             ptx::pack_bf16(f[6], f[7])};
 }
 
-// v / 448, correctly rounded for every finite v >= 1e-30: a product, then what it missed. Like __frcp_rn's fast
-// path, and without the branch to a slow one for values that do not occur here. A test goes through
-// all mantissas.
+// v / 448, correctly rounded for every finite v >= 1e-30: a product, then what it missed. A test
+// goes through all mantissas.
 MEGAMOE_DEVICE float over_448(float v) {
     constexpr float kInverse = 1.f / 448.f;
     const float q = __fmul_rn(v, kInverse);
     return v < __int_as_float(0x7f800000) ? fmaf(fmaf(-448.f, q, v), kInverse, q) : v;
-}
-// 1 / v, correctly rounded for 1e-33 < v < 1e37; 0 for infinity.
-MEGAMOE_DEVICE float inverse_of(float v) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
-    return v < __int_as_float(0x7f800000) ? fmaf(fmaf(-v, y, 1.f), y, y) : 0.f;
 }
 
 // The scale of a group of 128 whose largest magnitude, NaN left out, is `amax`: amax / 448, or the
@@ -61,7 +54,7 @@ struct Quantiser {
     MEGAMOE_DEVICE Quantiser(float amax, bool pow2) {
         scale = over_448(fmaxf(amax, 1e-30f));
         if (pow2) scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u);
-        inverse = inverse_of(scale);
+        inverse = __frcp_rn(scale);
     }
     MEGAMOE_DEVICE uint32_t pack(float low, float high) const {
         return ptx::pack_e4m3(__fmul_rn(low, inverse), __fmul_rn(high, inverse));
@@ -131,8 +124,7 @@ struct RowRotations {
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<N>; ++i) {
             of[i].active = false;
-            if (token_of(chunk, i) < rows)
-                of[i].template load<kRope>(table, position[i], pair);
+            if (token_of(chunk, i) < rows) of[i].template load<kRope>(table, position[i], pair);
         }
     }
 };
