@@ -38,6 +38,10 @@ def command(
     output: Annotated[
         Path | None, typer.Option(help="JSON results file; rows of other variants are kept.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Perfetto trace of one run with branches and PDL; a picture beside it."),
+    ] = None,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -48,7 +52,7 @@ def command(
             raise SpecError(f"--what {unknown[0]}: must be one of {', '.join(_WHAT)}")
         if model not in ATTENTION_MODELS:
             raise SpecError(f"--model {model}: must be one of {', '.join(ATTENTION_MODELS)}")
-        rows = measure(chosen, model, tokens or [16], kv or [8192], copies)
+        rows = measure(chosen, model, tokens or [16], kv or [8192], copies, trace)
         if output:
             from launcher.cmp_rows import merge_rows
             from launcher.meta import run_meta
@@ -75,9 +79,14 @@ def command(
 
 
 def measure(
-    what: list[str], model: str, tokens: list[int], kv: list[int], copies: int
+    what: list[str],
+    model: str,
+    tokens: list[int],
+    kv: list[int],
+    copies: int,
+    trace: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of what was asked for; see ``launcher.cmp_rows``.
+    """Rows of what was asked for; see ``launcher.cmp_rows`` and ``launcher.cmp_studies``.
 
     Raises:
         BackendUnavailable: no Hopper GPU.
@@ -86,7 +95,7 @@ def measure(
 
     if not hopper_available():
         raise BackendUnavailable("bench cmp needs a Hopper GPU (compute capability 9.0)")
-    from launcher import cmp_rows
+    from launcher import cmp_rows, cmp_studies
     from launcher.bench_attention_pre import batch_of
     from megamoe.cmp.prefetch import Prefetch
 
@@ -97,10 +106,15 @@ def measure(
         for keys in kv:
             if "variants" in what:
                 rows += cmp_rows.bench_variants(held, batch_of(m, keys), prefetch=Prefetch())
+                rows.append(cmp_rows.bench_megakernel(held, batch_of(m, keys)))
             if "prefixes" in what:
-                rows += cmp_rows.bench_prefixes(held, batch_of(m, keys))
+                rows += cmp_studies.bench_prefixes(held, batch_of(m, keys))
     if "edge" in what:
-        rows += cmp_rows.bench_edge(held)
+        rows += cmp_studies.bench_edge(held)
     if "counter" in what:
-        rows += cmp_rows.bench_counter(spec)
+        rows += cmp_studies.bench_counter(spec)
+    if trace:
+        from launcher.cmp_trace import save_trace
+
+        save_trace(trace, held, batch_of(tokens[0], kv[0]), "branches_pdl")
     return rows

@@ -1,10 +1,5 @@
 """Times the standalone kernels on one Hopper GPU; the command is ``bench_cmp``.
 
-    variants   the ablation (one chain or branches, programmatic or not), and the two other ways
-    edge       three places of the consumer's wait on the edge A0 -> B0p, for several M
-    counter    an edge whose consumer has nothing to do before its wait
-    prefixes   the graph stage by stage, and each stage alone
-
 Method, as for the megakernel: a graph of many runs one after another that rotates over several
 copies of weights and caches (cold L2) or stays on one (warm); the time is the graph's over its
 runs. ``graph_us`` is one run's graph between two events, ``span_us`` the first CTA's entry to the
@@ -24,42 +19,34 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from launcher.bench_attention_pre import batch_of, floor_us
-from megamoe.attention_pre.data import (
-    random_caches,
-    random_fp8_weight,
-    random_inputs,
-    random_weights,
-)
+from launcher.bench_attention_pre import floor_us, time_graph
+from megamoe.attention_pre.data import random_caches, random_inputs, random_weights
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
-from megamoe.attention_pre.op_graph import OpGraph
 from megamoe.attention_pre.plan import KernelPlan, Planner
-from megamoe.attention_pre.stages import StageGraph, partition, subgraph
-from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling
-from megamoe.cmp.bound import BoundCmp, Tuning, with_wait
+from megamoe.attention_pre.stages import StageGraph, partition
+from megamoe.attention_pre.tiling import Batch, TileConfig
+from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
+from megamoe.cmp.bound import BoundCmp, Tuning
 from megamoe.cmp.graphs import MODES, CmpGraph, Mode
-from megamoe.cmp.kernels import Wait
 from megamoe.cmp.prefetch import Prefetch
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import AttentionPreSpec
 from megamoe.telemetry import Sampler
 
 __all__ = [
-    "PREFIXES",
     "Copies",
     "Row",
-    "bench_counter",
-    "bench_edge",
-    "bench_prefixes",
+    "Timing",
+    "bench_megakernel",
     "bench_variants",
     "merge_rows",
     "plan_for",
+    "table_row",
     "time_runs",
+    "time_single",
 ]
 
-PREFIXES: Final = ("A0", "C0", "B1", "B0", "D0", "D1", "D2", "E1")
-"""The order in which stages join the graph in the table of prefixes."""
 _DTYPES: Final = {
     "bf16": torch.bfloat16,
     "e4m3": torch.float8_e4m3fn,
@@ -212,7 +199,8 @@ def score_error(copies: Copies, batch: Batch, host: Mapping[str, Tensor], found:
     return math.sqrt(difference / reference)
 
 
-def _row(variant: str, batch: Batch, l2: str, timing: Timing, **more: Any) -> Row:
+def table_row(variant: str, batch: Batch, l2: str, timing: Timing, **more: Any) -> Row:
+    """A row of the results file."""
     return {
         "variant": variant,
         "m": batch.rows,
@@ -292,7 +280,7 @@ def bench_variants(
             timing = time_runs(used, mode, launches=launches, replays=replays)
             more = {"graph_us": round(graph_us, 3), "span_us": round(span, 3)}
             rows.append(
-                _row(
+                table_row(
                     variant,
                     batch,
                     state,
@@ -305,107 +293,24 @@ def bench_variants(
     return rows
 
 
-def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) -> list[Row]:
-    """A0 -> B0p alone: three places of the consumer's wait, the edge programmatic or not."""
-    full = partition(attention_pre_graph(copies.spec))
-    only = ("A0", "B0p")
-    waits: tuple[Wait, ...] = ("entry", "prologue", "late")
-    modes: tuple[Mode, ...] = ("branches", "branches_pdl")
-    made = []
-    for m in rows_of:
-        batch = batch_of(m, 512)
-        plan = plan_for(subgraph(full, ["A0", "B0"]), batch)
-        host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-        tensors = copies.tensors(plan, host)
-        for wait in waits:
-            tuning = with_wait({}, "B0p", wait)
-            bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
-            traced = [BoundCmp(plan, t, tuning=tuning, only=only, trace=True) for t in tensors]
-            for mode in modes:
-                timing = time_runs(bounds, mode)
-                graph_us, span = time_single(traced, mode)
-                pdl = mode == "branches_pdl"
-                made.append(
-                    _row(
-                        f"edge A0->B0p {wait}{' pdl' if pdl else ''}",
-                        batch,
-                        "cold",
-                        timing,
-                        graph_us=round(graph_us, 3),
-                        span_us=round(span, 3),
-                    )
-                )
-    return made
-
-
-def counter_graph(inputs: int, hidden: int) -> OpGraph:
-    """Attention's output projection with the residual, then the next block's RMSNorm."""
-    g = OpGraph("output_projection")
-    codes = g.runtime_arg("codes", ("M", inputs), "e4m3")
-    scales = g.runtime_arg("scales", ("M", inputs // 128), "fp32")
-    residual = g.runtime_arg("residual", ("M", hidden))
-    w = g.bound_weight("w_o", (hidden, inputs), "e4m3")
-    w_scales = g.bound_weight("w_o_scales", (hidden // 128, inputs // 128), "fp32")
-    with g.stage("O"):
-        summed = g.add(g.gemm_fp8(codes, scales, w, w_scales), residual)
-    with g.stage("N"):
-        out = g.quant(g.rmsnorm(summed, g.bound_weight("norm", (hidden,)), 1e-5))
-    g.set_outputs(summed, *out)
-    return g
-
-
-def bench_counter(
-    spec: AttentionPreSpec, rows_of: Sequence[int] = (16, 64, 128, 256), copies: int = 4
-) -> list[Row]:
-    """Output projection -> RMSNorm: the consumer has 12 KiB of weights to fetch before its wait."""
-    inputs, hidden = spec.num_heads * 256, spec.hidden
-    g = torch.Generator().manual_seed(0)
-    w, w_scales = random_fp8_weight(hidden, inputs, g)
-    host = {"w_o": w, "w_o_scales": w_scales, "norm": torch.ones(hidden).bfloat16()}
-    held = Copies(spec, host, [{n: t.cuda() for n, t in host.items()} for _ in range(copies)])
-    made = []
-    for m in rows_of:
-        batch = batch_of(m, 512)
-        block = min(max(8, 1 << (m - 1).bit_length()), 128)
-        tiles = TileConfig("counter", block, {"O": Tiling(split_k=2), "N": Tiling()})
-        plan = plan_for(partition(counter_graph(inputs, hidden)), batch, tiles)
-        given = {
-            "codes": torch.randn(m, inputs).to(torch.float8_e4m3fn),
-            "scales": torch.ones(m, inputs // 128),
-            "residual": torch.randn(m, hidden).bfloat16(),
-        }
-        tensors = held.tensors(plan, given)
-        bounds = [BoundCmp(plan, t) for t in tensors]
-        traced = [BoundCmp(plan, t, trace=True) for t in tensors]
-        always = [("Op", "Of")]
-        for name, edges in (("off", always), ("pdl", [*always, ("Of", "N")])):
-            timing = time_runs(bounds, "branches_pdl", programmatic=edges)
-            graph_us, span = time_single(traced, "branches_pdl", programmatic=edges)
-            made.append(
-                _row(
-                    f"counter O->RMSNorm {name}",
-                    batch,
-                    "cold",
-                    timing,
-                    graph_us=round(graph_us, 3),
-                    span_us=round(span, 3),
-                )
-            )
-    return made
-
-
-def bench_prefixes(copies: Copies, batch: Batch) -> list[Row]:
-    """Each stage joined to those before it, and alone; branches and programmatic edges."""
-    full = partition(attention_pre_graph(copies.spec))
+def bench_megakernel(copies: Copies, batch: Batch) -> Row:
+    """The resident kernel beside them: the same copies, the same method, the same process."""
+    workers = torch.cuda.get_device_properties(0).multi_processor_count
+    planner = Planner(partition(attention_pre_graph(copies.spec)), workers, cost=MEASURED_COST)
+    plan = planner.plan(batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    made = []
-    for i, name in enumerate(PREFIXES):
-        for variant, names in (("prefix", PREFIXES[: i + 1]), ("alone", (name,))):
-            plan = plan_for(subgraph(full, names), batch)
-            bounds = [BoundCmp(plan, t) for t in copies.tensors(plan, host)]
-            timing = time_runs(bounds, "branches_pdl")
-            made.append(_row(f"branches_pdl {variant} {' '.join(names)}", batch, "cold", timing))
-    return made
+    kernel = AttentionKernel(planner.specializations)
+    tensors = copies.tensors(plan, host)
+    plans = [BoundPlan(kernel, encode(plan), t) for t in tensors]
+    plans[0].run()
+    error = score_error(copies, batch, host, tensors[0]["E1.paged_logits.out"])
+    assert error < 2e-2, f"megakernel: relative error of the scores {error}"
+    timing = time_graph([plans[i % len(plans)].launch for i in range(60)], 25)
+    for bound in plans:
+        bound.check()
+    found = Timing(timing.median_us, timing.p99_us, timing.sm_mhz, timing.watts, timing.throttle)
+    more = {"queue": plan.queues.kind, "max_rel_err": error}
+    return table_row("megakernel_beside_cmp", batch, "cold", found, **more)
 
 
 def merge_rows(path: Path, rows: Sequence[Row], meta: Mapping[str, Any]) -> None:

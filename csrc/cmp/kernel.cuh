@@ -132,6 +132,10 @@ MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
     const AttentionParams none{};
     const Task t{none, s, s.slot[0], 0, 0};
     if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
+    if (!kHasLoaders && p.stamps) {  // the loader of inputs notes it where there is one
+        t.wait_inputs();
+        if (threadIdx.x == 0) stamp(p, CmpStamp::kReady);
+    }
     if (p.delay_ns) {
         t.wait_inputs();
         const uint64_t start = ptx::now_ns();

@@ -286,10 +286,7 @@ class BoundCmp:
         )
 
     def stamps(self) -> dict[str, NDArray[np.int64]]:
-        """With ``trace``: ns of the last run, [CTAs, 3]: entered, producers done, ended.
-
-        Kernels without loaders do not note when their producers were done: 0.
-        """
+        """With ``trace``: ns of the last run, [CTAs, 3]: entered, producers done, ended."""
         return {name: t.cpu().numpy() for name, t in self._stamps.items()}
 
     def span_us(self) -> float:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from launcher.attention_trace import chrome_trace, timeline_svg
 from launcher.bench_attention_pre import batch_of
 from launcher.cli import app
-from launcher.cmp_rows import counter_graph, merge_rows
+from launcher.cmp_rows import merge_rows
+from launcher.cmp_studies import counter_graph
+from launcher.cmp_trace import records
 from launcher.tune_cmp import Setting, _changes
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition
@@ -65,3 +69,20 @@ def test_a_change_of_the_tuner_changes_one_thing():
     for what, setting in changes.items():
         differ = {n for n in names if setting.tuning.get(n) != start.tuning.get(n)}
         assert len(differ) + (setting.prefetch != start.prefetch) <= 1, what
+
+
+def test_a_run_is_drawn():
+    """Two kernels, the second of which waits for the first; one notes nothing of its wait."""
+    stamps = {
+        "A0": np.array([[1000, 0, 3000]], np.int64),
+        "B0p": np.array([[2000, 3500, 6000], [2100, 3600, 7000]], np.int64),
+    }
+    made = records(stamps)
+    assert made[0].shape == (1, 3, 7)
+    picture = timeline_svg(*made)
+    assert "A0 (1)" in picture
+    assert "B0p (2)" in picture
+    assert picture.count('fill="#9ecae1"') == 2  # only B0p's CTAs wait
+    assert picture.count('fill="#e6730a"') == 3
+    spans = [e for e in chrome_trace(*made)["traceEvents"] if e.get("ph") == "X"]
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(6.0)
