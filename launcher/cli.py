@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from launcher import (
+    bench_attention,
     bench_cmp,
     bench_moe,
     bench_pdl_chain,
@@ -18,6 +19,7 @@ from launcher import (
     doctor,
     estimate,
     plan,
+    report_file,
     run,
     serve,
     stress,
@@ -65,6 +67,7 @@ app.add_typer(estimate.app, name="estimate")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
 bench.command("moe")(bench_moe.command)
+bench.command("attention-pre")(bench_attention.command)
 bench.command("cmp")(bench_cmp.command)
 bench.command("pdl-chain")(bench_pdl_chain.command)
 bench.command("power")(bench_power.command)
@@ -73,6 +76,7 @@ app.add_typer(bench, name="bench")
 trace = typer.Typer(help="Record what happens inside a call.", no_args_is_help=True)
 trace.command("moe")(trace_moe.command)
 app.add_typer(trace, name="trace")
+app.command("report")(report_file.command)
 
 if __name__ == "__main__":
     app()

@@ -148,11 +148,10 @@ def _bars(
         parts.append(f'<text x="0" y="{top + 11}">{html.escape(label[:42])}</text>')
         values = [of[row] for of in series.values()]
         most = max([v for v in values if v] or [1.0]) if own_scale else 1.0
-        for i, value in enumerate(values):
-            if not value:
-                continue
+        present = [(i, value) for i, value in enumerate(values) if value]
+        for place, (i, value) in enumerate(present):
             long = width * min(value / most, 1.0)
-            y = top + i * bar
+            y = top + place * bar
             parts.append(
                 f'<rect x="{left}" y="{y}" width="{long:.1f}" height="{bar - 2}" '
                 f'fill="{_COLOURS[i]}"/><text x="{left + long + 5:.1f}" y="{y + 10}">'

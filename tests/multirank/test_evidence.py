@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from launcher.cli import app
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = ("--ranks", "1", "--backend", "cpu", "--model", "qwen3-30b", "--experts", "8")
 NARROW = ("--hidden", "512", "--inter", "256")
 
@@ -80,3 +82,16 @@ def test_bench_moe_writes_a_report(megamoe, tmp_path):
     assert total["value"] == report["source"]["rows"][0]["total_us"] > 0
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
     assert gzip.decompress((tmp_path / "report" / "trace.json.gz").read_bytes())[:1] == b"{"
+
+
+def test_report_of_a_file(megamoe, tmp_path):
+    source = RESULTS / "moe_h200x2.json"
+    done = megamoe("report", str(source), str(tmp_path / "r"), "--no-resources")
+    assert done.stdout.count("written:") == 2
+    made = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert made["source"]["rows"] == json.loads(source.read_text())["rows"]
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[]")
+    refused = CliRunner().invoke(app, ["report", str(wrong), str(tmp_path / "r2")])
+    assert refused.exit_code == 2
+    assert not (tmp_path / "r2").exists()

@@ -1,0 +1,58 @@
+"""``megamoe report``: the report of a result file that is already there, on any machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from launcher.console import DebugFlag, errors_to_exit, report
+from megamoe.errors import SpecError
+from megamoe.spec import MODELS
+
+__all__ = ["command"]
+
+
+def command(
+    results: Annotated[Path, typer.Argument(help="A file of `megamoe bench …`.", dir_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Where the report goes.", file_okay=False)],
+    power: Annotated[
+        Path | None, typer.Option(help="A file of `megamoe bench power`, to be shown with it.")
+    ] = None,
+    resources: Annotated[
+        bool, typer.Option(help="Compile the kernel, to say what it takes: up to a minute.")
+    ] = True,
+    debug: DebugFlag = False,
+) -> None:
+    """Make a report (JSON and one HTML file) of a result file."""
+    from launcher.report import build_report, kernel_resources, write_report
+
+    with errors_to_exit(debug=debug):
+        found = _read(results)
+        rows = found["rows"]
+        model = str(rows[0].get("model")) if rows else ""
+        taken = None
+        if resources and found["meta"].get("gpu") and model in MODELS:
+            dtype = rows[0].get("weight_dtype", MODELS[model].weight_dtype)
+            taken = kernel_resources(replace(MODELS[model], weight_dtype=dtype))
+        made = build_report(
+            found,
+            kind="attention-pre" if rows and "variant" in rows[0] else "moe",
+            resources=taken,
+            power=_read(power)["rows"] if power is not None else (),
+        )
+        for path in write_report(folder, made):
+            report(f"written: {path}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(found, dict) or not {"meta", "rows"} <= found.keys():
+        raise SpecError(f"{path} holds no meta and rows: give a file that a benchmark has written")
+    return found
