@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +20,10 @@ import torch
 
 from launcher.bench_attention_pre import batch_of, time_graph
 from launcher.meta import run_meta
+from megamoe.errors import BackendUnavailable
 from megamoe.spec import ATTENTION_MODELS, GROUP, INDEX_DIM, INDEX_PAGE
 
-__all__ = ["Contender", "main"]
+__all__ = ["Contender", "contender_rows", "main"]
 
 _NEXT: Final = 2
 """Tokens of a request that DeepGEMM's Hopper kernel of scores takes at once."""
@@ -32,7 +33,7 @@ def _norm_kernel() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def norm_quant(x, r, w, o, q, s, N: tl.constexpr, NB: tl.constexpr, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0)
         k = tl.arange(0, NB)
@@ -63,7 +64,7 @@ class Contender:
         spec = ATTENTION_MODELS["glm-5.2"]
         self.spec, self.rows, self.kv = spec, rows, kv
         m, h = rows, spec.hidden
-        on = {"device": "cuda"}
+        on: dict[str, Any] = {"device": "cuda"}
         e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
 
         def fp8(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +73,7 @@ class Contender:
 
         batch = batch_of(rows, kv)
         pages = len(batch.requests) * (-(-kv // INDEX_PAGE))
-        self.sets = []
+        self.sets: list[dict[str, Any]] = []
         for _ in range(copies):
             cache = torch.randint(
                 0, 120, (pages, INDEX_PAGE, 1, INDEX_DIM + 4), dtype=torch.uint8, **on
@@ -167,38 +168,73 @@ class Contender:
         return time_graph([launch(i % copies) for i in range(launches)], replays)
 
 
+def contender_rows(
+    rows: Sequence[int],
+    kv: Sequence[int],
+    ours: Sequence[Mapping[str, Any]] = (),
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Rows ``peer_serial`` of ``attention_pre_h200.json``.
+
+    Args:
+        rows: token counts.
+        kv: keys of a request.
+        ours: rows whose floor the same shape takes.
+        on_row: called with each.
+
+    Raises:
+        BackendUnavailable: DeepGEMM or Triton is not installed.
+    """
+    floors = {(r["m"], r["kv"]): r["floor_us"] for r in ours if r["variant"] == "megakernel"}
+    found: list[dict[str, Any]] = []
+    for m in rows:
+        for keys in kv:
+            try:
+                contender = Contender(m, keys)
+            except ImportError as e:
+                raise BackendUnavailable(f"the public kernels are not installed: {e}") from e
+            floor = floors.get((m, keys))
+            for l2 in ("cold", "warm"):
+                t = contender.time(l2)
+                us = round(t.median_us, 3)
+                row = {
+                    "variant": "peer_serial",
+                    "m": m,
+                    "requests": len(batch_of(m, keys).requests),
+                    "kv": keys,
+                    "l2": l2,
+                    "us": us,
+                    "p99_us": round(t.p99_us, 3),
+                    "sm_mhz": t.sm_mhz,
+                    "watts": t.watts,
+                    "throttle": t.throttle,
+                    "floor_us": floor,
+                    "max_rel_err": None,
+                    "fraction_of_floor": None if floor is None else round(floor / us, 3),
+                }
+                found.append(row)
+                on_row(row)
+    return found
+
+
 def main() -> None:
-    """Times the contender; prints and writes rows of ``attention_pre_h200.json``."""
+    """Times the contender alone; prints and writes its rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="16")
     parser.add_argument("--kv", default="8192")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for m in (int(v) for v in args.rows.split(",")):
-        for kv in (int(v) for v in args.kv.split(",")):
-            contender = Contender(m, kv)
-            for l2 in ("cold", "warm"):
-                t = contender.time(l2)
-                row = {
-                    "variant": "peer_serial",
-                    "m": m,
-                    "requests": len(batch_of(m, kv).requests),
-                    "kv": kv,
-                    "l2": l2,
-                    "us": round(t.median_us, 3),
-                    "p99_us": round(t.p99_us, 3),
-                    "sm_mhz": t.sm_mhz,
-                    "watts": t.watts,
-                    "throttle": t.throttle,
-                    "floor_us": None,
-                    "max_rel_err": None,
-                }
-                rows.append(row)
-                print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
-                if args.output:
-                    found = {"meta": run_meta(contender="deep_gemm, torch, triton"), "rows": rows}
-                    args.output.write_text(json.dumps(found, indent=1) + "\n")
+
+    def show(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
+        if args.output:
+            found = {"meta": run_meta(contender="deep_gemm, torch, triton"), "rows": rows}
+            args.output.write_text(json.dumps(found, indent=1) + "\n")
+
+    tokens, keys = ([int(v) for v in text.split(",")] for text in (args.rows, args.kv))
+    contender_rows(tokens, keys, on_row=show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times the attention-pre megakernel on one Hopper GPU: ``python -m launcher.bench_attention_pre``.
+"""Times the attention-pre megakernel on one Hopper GPU; the command is ``bench_attention``.
 
 Cold: a CUDA graph of many launches that rotates over several copies of weights and caches, together
 several times L2, so that every launch reads its weights from memory; the time is the graph's over
@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
@@ -29,14 +30,31 @@ from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
 from megamoe.backends.attention import IN_FLIGHT, AttentionKernel, BoundPlan
+from megamoe.errors import MegaMoeError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
 from megamoe.telemetry import Sampler
 
-__all__ = ["Bench", "batch_of", "empty_frame", "floor_us", "main", "with_splits"]
+__all__ = [
+    "Bench",
+    "Measurement",
+    "Options",
+    "Timing",
+    "add_rows",
+    "batch_of",
+    "empty_frame",
+    "floor_us",
+    "main",
+    "measure",
+    "time_graph",
+    "with_splits",
+]
 
 READ_CEILING: Final = 4.70e6
 """Bytes per microsecond: an H200's measured bulk read rate."""
+MAX_ERROR: Final = 2e-2
+"""Relative error of scores against the oracle's own quantised pipeline: e4m3 codes round the other
+way here and there, which moves scores by 0.009–0.014 whatever the shape."""
 PREFIXES: Final = (
     "A0",
     "A0 C0",
@@ -201,39 +219,117 @@ def with_splits(graph: Any, batch: Batch, workers: int, splits: str) -> TileConf
     return replace(chosen, stages=stages)
 
 
-def main() -> None:
-    """Parses the command line, measures, prints a table and writes the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="glm-5.2", choices=sorted(ATTENTION_MODELS))
-    parser.add_argument("--rows", default="16", help="token counts, comma separated")
-    parser.add_argument("--kv", default="8192", help="key counts, comma separated")
-    parser.add_argument("--copies", type=int, default=6)
-    parser.add_argument("--launches", type=int, default=60, help="of a graph")
-    parser.add_argument("--replays", type=int, default=25)
-    parser.add_argument("--workers", type=int, default=0, help="CTAs; 0: one per SM")
-    parser.add_argument("--queue", default="auto")
-    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="weight pages per CTA")
-    parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--splits", default="", help='split-K by stage, e.g. "D1=1,B0=3"')
-    parser.add_argument("--cooperative", type=int, default=1)
-    parser.add_argument("--prefixes", action="store_true", help="cumulative subgraphs as well")
-    parser.add_argument(
-        "--trace", type=Path, help="a Chrome trace of one cold run, and a picture beside it"
-    )
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    spec = ATTENTION_MODELS[args.model]
-    workers = args.workers or torch.cuda.get_device_properties(0).multi_processor_count
-    kvs = [int(v) for v in args.kv.split(",")]
-    bench = Bench(spec, max(kvs), args.copies)
-    full = partition(attention_pre_graph(spec))
-    rows: list[dict[str, Any]] = []
-    from launcher.meta import run_meta
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
 
-    meta = run_meta(workers=workers, slots=args.slots, splits=args.splits, copies=args.copies)
+    Attributes:
+        model: of ``ATTENTION_MODELS``.
+        rows: token counts.
+        kv: keys of a request.
+        queue: as for ``Planner``.
+        splits: split-K by stage, e.g. ``"D1=1,B0=3"``; empty takes the planner's.
+        copies: of weights and caches; cold rows rotate over them.
+        launches: of a graph.
+        replays: of that graph.
+        workers: CTAs; 0 takes one per SM.
+        slots: see ``compile_attention``.
+        input_pages: see ``compile_attention``.
+        in_flight: weight pages of a CTA on their way at once.
+        prefixes: cumulative subgraphs as well.
+        trace: where a Chrome trace of one cold run goes, and a picture beside it.
+    """
 
-    def add(variant: str, batch: Batch, kv: int, l2: str, timing: Timing, **more: Any) -> None:
-        row = {
+    model: str = "glm-5.2"
+    rows: tuple[int, ...] = (16,)
+    kv: tuple[int, ...] = (8192,)
+    queue: Any = "auto"
+    splits: str = ""
+    copies: int = 6
+    launches: int = 60
+    replays: int = 25
+    workers: int = 0
+    slots: int = 3
+    input_pages: int = 3
+    in_flight: int = IN_FLIGHT
+    prefixes: bool = False
+    trace: Path | None = None
+
+
+Row = dict[str, Any]
+
+
+class Measurement:
+    """Rows of ``attention_pre_h200.json`` for one set of options.
+
+    Args:
+        options: what to measure.
+        on_change: called after every row, so that a run that is cut short keeps what it has.
+    """
+
+    def __init__(self, options: Options, on_change: Callable[[Row], None]) -> None:
+        self.options = options
+        self.spec = ATTENTION_MODELS[options.model]
+        self.workers = options.workers or torch.cuda.get_device_properties(0).multi_processor_count
+        self.graph = partition(attention_pre_graph(self.spec))
+        self.bench = Bench(self.spec, max(options.kv), options.copies)
+        self.rows: list[Row] = []
+        self.prefixes: list[Row] = []
+        self.host: list[Row] = []
+        self._on_change = on_change
+
+    def run(self) -> None:
+        """Every shape in turn.
+
+        Raises:
+            MegaMoeError: a kernel's scores are not the oracle's, or a run gave up.
+        """
+        for rows in self.options.rows:
+            for kv in self.options.kv:
+                self._shape(batch_of(rows, kv), kv)
+
+    def _shape(self, batch: Batch, kv: int) -> None:
+        o, bench = self.options, self.bench
+        tiles = with_splits(self.graph, batch, self.workers, o.splits)
+        planner = Planner(self.graph, self.workers, queue=o.queue, tiles=tiles)
+        encoded = encode(planner.plan(batch))
+        kernel = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages)
+        plans = bench.bind(kernel, encoded, batch, o.copies, o.in_flight)
+        plans[0].run()
+        error = bench.error(batch)
+        if not error < MAX_ERROR:
+            raise MegaMoeError(
+                f"M = {batch.rows}, {kv} keys: relative error of the scores {error}, more than "
+                f"{MAX_ERROR}; not timed"
+            )
+        floor = round(floor_us(bench.tensors[0], batch, self.spec), 3)
+        for l2 in ("cold", "warm"):
+            row = self._row("megakernel", batch, kv, l2, plans)
+            fraction = round(floor / row["us"], 3)
+            self._add(self.rows, row, floor_us=floor, max_rel_err=error, fraction_of_floor=fraction)
+        frame = [BoundPlan(kernel, empty_frame(encoded), bench.tensors[0])]
+        row = self._row("megakernel_empty", batch, kv, "warm", frame)
+        self._add(self.rows, row, floor_us=0.0, max_rel_err=None)
+        self._add(self.host, {"m": batch.rows, "kv": kv}, **self._host_times(batch, kv, kernel))
+        for names in PREFIXES if o.prefixes else ():
+            part = Planner(subgraph(self.graph, names.split()), self.workers, queue=o.queue)
+            less = bench.bind(kernel, encode(part.plan(batch)), batch, o.copies)
+            row = self._row("megakernel_prefix", batch, kv, "cold", less)
+            self._add(self.prefixes, row, stages=names)
+        if o.trace:
+            traced = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages, trace=True)
+            plans = bench.bind(traced, encoded, batch, o.copies, o.in_flight)
+            row = self._row("megakernel_traced", batch, kv, "cold", plans)
+            self._add(self.rows, row, floor_us=None, max_rel_err=None)
+            save_trace(o.trace, plans[1 % len(plans)], encoded)
+
+    def _row(self, variant: str, batch: Batch, kv: int, l2: str, plans: Sequence[BoundPlan]) -> Row:
+        used = plans if l2 == "cold" else plans[:1]
+        launches = [used[i % len(used)].launch for i in range(self.options.launches)]
+        timing = time_graph(launches, self.options.replays)
+        for plan in used:
+            plan.check()
+        return {
             "variant": variant,
             "m": batch.rows,
             "requests": len(batch.requests),
@@ -244,67 +340,95 @@ def main() -> None:
             "sm_mhz": timing.sm_mhz,
             "watts": timing.watts,
             "throttle": timing.throttle,
-            **more,
+            "input_pages": 5 if batch.rows > 32 else self.options.input_pages,
         }
-        rows.append(row)
-        if args.output:  # after every row: a run that is cut short keeps what it measured
-            args.output.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-        print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
 
-    def measure(plans: list[BoundPlan], l2: str) -> Timing:
-        used = plans if l2 == "cold" else plans[:1]
-        launches = [used[i % len(used)].launch for i in range(args.launches)]
-        timing = time_graph(launches, args.replays)
-        for plan in used:
-            plan.check()
-        return timing
+    def _add(self, to: list[Row], row: Row, **more: Any) -> None:
+        to.append(row | more)
+        self._on_change(to[-1])
 
-    for m in (int(v) for v in args.rows.split(",")):
-        for kv in kvs:
-            batch = batch_of(m, kv)
-            tiles = with_splits(full, batch, workers, args.splits)
-            planner = Planner(full, workers, queue=args.queue, tiles=tiles)
-            encoded = encode(planner.plan(batch))
-            kernel = bench.kernel(planner, slots=args.slots, cooperative=bool(args.cooperative))
-            plans = bench.bind(kernel, encoded, batch, args.copies, args.in_flight)
-            plans[0].run()
-            error = bench.error(batch)
-            assert error < 2e-2, f"M {m}, KV {kv}: relative error of the scores {error}"
-            floor = floor_us(bench.tensors[0], batch, spec)
-            for l2 in ("cold", "warm"):
-                timing = measure(plans, l2)
-                add("megakernel", batch, kv, l2, timing, floor_us=round(floor, 3),
-                    max_rel_err=error)  # fmt: skip
-            frame = [BoundPlan(kernel, empty_frame(encoded), bench.tensors[0])]
-            add("megakernel_empty", batch, kv, "warm", measure(frame, "warm"), floor_us=0.0,
-                max_rel_err=None)  # fmt: skip
-            if args.prefixes:
-                for names in PREFIXES:
-                    cut = subgraph(full, names.split())
-                    part = Planner(cut, workers, queue=args.queue)
-                    less = encode(part.plan(batch))
-                    plans = bench.bind(kernel, less, batch, args.copies)
-                    add(f"megakernel {names}", batch, kv, "cold", measure(plans, "cold"),
-                        floor_us=None, max_rel_err=None)  # fmt: skip
-            if args.trace:
-                traced = bench.bind(bench.kernel(planner, trace=True), encoded, batch, args.copies)
-                for plan in traced:
-                    plan.run()
-                timing = measure(traced, "cold")
-                add("megakernel_traced", batch, kv, "cold", timing, floor_us=None,
-                    max_rel_err=None)  # fmt: skip
-                save_trace(args.trace, traced[1], encoded)
+    def _host_times(self, batch: Batch, kv: int, kernel: AttentionKernel) -> Row:
+        """Milliseconds of the host: a first plan, the next length's, a known one; new addresses."""
+        planner = Planner(self.graph, self.workers, queue=self.options.queue)
+        times: Row = {}
+
+        def timed(name: str, call: Callable[[], Any]) -> Any:
+            torch.cuda.synchronize()
+            begin = perf_counter()
+            found = call()
+            torch.cuda.synchronize()
+            times[name] = round((perf_counter() - begin) * 1e3, 4)
+            return found
+
+        plan = timed("plan_ms", lambda: planner.plan(batch))
+        timed("plan_next_length_ms", lambda: planner.plan(batch_of(batch.rows, kv + 256)))
+        timed("plan_known_ms", lambda: planner.plan(batch))
+        encoded = timed("encode_ms", lambda: encode(plan))
+        tensors = self.bench.tensors
+        bound = timed("bind_ms", lambda: BoundPlan(kernel, encoded, tensors[0]))
+        for i in range(3):  # the last stays
+            timed("rebind_ms", lambda i=i: bound.rebind(tensors[i % len(tensors)]))  # type: ignore[misc]
+        return times
+
+    def results(self) -> dict[str, Any]:
+        """``rows``, ``prefixes`` and ``host`` so far."""
+        return {"rows": self.rows, "prefixes": self.prefixes, "host": self.host}
 
 
 def save_trace(path: Path, plan: BoundPlan, encoded: EncodedPlan) -> None:
-    """A Chrome trace of the plan's last run; prints when each stage began and ended."""
+    """A Chrome trace of the plan's last run; beside it a picture, and a table of the stages."""
     fmt = instruction_format()
     opcodes = encoded.instructions[..., fmt.fields["opcode"][0]]
     names = {number: name for name, number in fmt.opcodes.items() if name != "no_op"}
-    for row in stage_table(plan.stamps(), opcodes, names):
-        print(row)
-    path.write_text(json.dumps(chrome_trace(plan.stamps(), opcodes, names)))
-    path.with_suffix(".svg").write_text(timeline_svg(plan.stamps(), opcodes, names))
+    stamps = plan.stamps()
+    path.write_text(json.dumps(chrome_trace(stamps, opcodes, names)))
+    path.with_suffix(".svg").write_text(timeline_svg(stamps, opcodes, names))
+    table = stage_table(stamps, opcodes, names)
+    path.with_suffix(".stages.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main() -> None:
+    """The command without typer, for machines that lack it; see ``launcher/bench_attention.py``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="16", help="token counts, comma separated")
+    parser.add_argument("--kv", default="8192", help="key counts, comma separated")
+    parser.add_argument("--queue", default="auto")
+    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT)
+    parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--input-pages", type=int, default=3)
+    parser.add_argument("--splits", default="")
+    parser.add_argument("--prefixes", action="store_true")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--output", type=Path)
+    args = vars(parser.parse_args())
+    output = args.pop("output")
+    for name in ("rows", "kv"):
+        args[name] = tuple(int(v) for v in args[name].split(","))
+    measure(Options(**args), output)
+
+
+def measure(options: Options, output: Path | None, *, quiet: bool = False) -> Measurement:
+    """Measures, prints rows as they come and writes them after each."""
+    from launcher.meta import run_meta
+
+    meta = run_meta(**{k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()})
+    meta["floor"] = "bytes of weights, keys and inputs / 4.70 TB/s"
+
+    def show(row: Row) -> None:
+        if output:
+            output.write_text(json.dumps({"meta": meta} | m.results(), indent=1) + "\n")
+        if not quiet:
+            print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
+
+    m = Measurement(options, show)
+    m.run()
+    return m
+
+
+def add_rows(output: Path, rows: Sequence[Row]) -> None:
+    """Replaces the rows of a results file."""
+    held = json.loads(output.read_text())
+    output.write_text(json.dumps(held | {"rows": list(rows)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from launcher.bench_attention_pre import batch_of, empty_frame, floor_us, with_splits
+from launcher import bench_attention
+from launcher.attention_contender import contender_rows
+from launcher.bench_attention_pre import (
+    MAX_ERROR,
+    batch_of,
+    empty_frame,
+    floor_us,
+    with_splits,
+)
+from launcher.cli import app
 from megamoe.attention_pre.check import check_instructions
 from megamoe.attention_pre.encode import encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition
+from megamoe.errors import BackendUnavailable
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
 
 GLM = ATTENTION_MODELS["glm-5.2"]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "attention_pre_h200.json"
 
 
 @pytest.mark.parametrize(("rows", "requests"), [(1, 1), (8, 1), (16, 2), (128, 16)])
@@ -63,3 +80,67 @@ def test_default_costs_order_the_queues_as_the_device_did():
     estimates = plan.estimates_us
     assert plan.queues.kind == "round_robin"
     assert estimates["round_robin"] < min(estimates["list"], estimates["dynamic"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "llama"], "--model llama"),
+        (["--queue", "random"], "--queue random"),
+        (["--rows", "0"], "greater than or equal to 1"),
+        (["--input-pages", "4"], "must be 2 or 3"),
+    ],
+)
+def test_the_command_refuses(arguments, words):
+    result = CliRunner().invoke(app, ["bench", "attention-pre", *arguments])
+    assert result.exit_code != 0
+    assert words in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the command would run")
+def test_the_command_says_that_it_needs_a_gpu():
+    result = CliRunner().invoke(app, ["bench", "attention-pre"])
+    assert result.exit_code == 2
+    assert "needs a Hopper GPU" in result.output
+
+
+@pytest.mark.skipif(find_spec("deep_gemm") is not None, reason="here it is installed")
+def test_the_contender_says_what_is_missing():
+    with pytest.raises(BackendUnavailable, match="deep_gemm"):
+        contender_rows([16], [8192])
+
+
+def test_the_table_shows_rows_prefixes_and_host_times(capsys):
+    row = {"variant": "megakernel", "m": 16, "kv": 8192, "l2": "cold", "us": 38.3, "p99_us": 38.5}
+    host = {f"{n}_ms": 1.0 for n in ("plan", "plan_next_length", "plan_known", "encode", "bind")}
+    bench_attention._show(
+        {
+            "rows": [row | {"floor_us": 15.8, "fraction_of_floor": 0.413}],
+            "prefixes": [row | {"variant": "megakernel_prefix", "stages": "A0", "us": 5.4}],
+            "host": [{"m": 16, "kv": 8192, "rebind_ms": 0.125} | host],
+        }
+    )
+    shown = capsys.readouterr().out
+    for word in ("38.3", "0.41", "A0", "5.4", "0.125"):
+        assert word in shown
+
+
+def test_published_rows_are_complete_and_say_what_the_gpu_did():
+    """Every shape of M x KV, cold and warm; a row without a time says why."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    for variant in ("megakernel", "peer_serial"):
+        have = {(r["m"], r["kv"], r["l2"]) for r in rows if r["variant"] == variant}
+        assert have == set(product((1, 16, 64, 128), (2048, 8192, 65536), ("cold", "warm")))
+    for row in rows:
+        if row["variant"] not in ("megakernel", "megakernel_empty", "peer_serial"):
+            continue
+        if row["us"] is None:
+            assert row["reason"]
+            continue
+        assert row["sm_mhz"] > 0
+        assert row["watts"] > 0
+        assert row["throttle"] == []
+        assert row["us"] <= row["p99_us"]
+        if row["variant"] == "megakernel":
+            assert row["max_rel_err"] < MAX_ERROR
+            assert row["fraction_of_floor"] == pytest.approx(row["floor_us"] / row["us"], abs=1e-3)
