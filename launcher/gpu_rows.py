@@ -6,6 +6,7 @@ model of ``docs/performance.md``: routed FLOPs, weights of active experts, and r
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -114,9 +115,7 @@ def bench(
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     group.together(lambda: _need_own_gpus(group))
-    if not dist.is_initialized():  # a rank alone; the peers want a group all the same
-        backend = "gloo" if group.device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    _need_process_group(group)
     spec = options.spec
     weights = GpuWeights(group, spec, options.seed)
     others, absent = _others(group, options, weights)
@@ -147,6 +146,16 @@ def bench(
         finally:
             ours.session.close()
     return rows, counters.backend, counters.device
+
+
+def _need_process_group(group: Group) -> None:
+    """A rank alone is in none, but the peers want one."""
+    if dist.is_initialized():
+        return
+    backend = "gloo" if group.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    # Kept for the next model: a second group would have the name of the first.
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 def _need_own_gpus(group: Group) -> None:

@@ -120,12 +120,17 @@ class Timer:
         return 7.0
 
 
-def bench(place, cases, against, broken: float, sustain: float) -> list[dict]:
-    """Rows of ``gpu_rows.bench``, and how many each ``on_row`` got."""
-    gpu_rows.GpuTimer, gpu_rows.OurKernel = Timer, Ours
-    gpu_rows._need_own_gpus = lambda group: None
-    gpu_contenders._deep_gemm = lambda: (Gemm(broken), "9.9")
-    gpu_contenders._swiglu_kernel = Swiglu
+def stand_in(setter, broken: float) -> None:
+    """Replaces what needs a GPU; ``setter(module, name, value)``."""
+    setter(gpu_rows, "GpuTimer", Timer)
+    setter(gpu_rows, "OurKernel", Ours)
+    setter(gpu_rows, "_need_own_gpus", lambda group: None)
+    setter(gpu_contenders, "_deep_gemm", lambda: (Gemm(broken), "9.9"))
+    setter(gpu_contenders, "_swiglu_kernel", Swiglu)
+
+
+def rows_of(group, cases, against, sustain: float) -> list[dict]:
+    """Rows of ``gpu_rows.bench``; checks that ``on_row`` got them one by one."""
     options = BenchOptions(
         model="small",
         spec=SPEC,
@@ -143,8 +148,14 @@ def bench(place, cases, against, broken: float, sustain: float) -> list[dict]:
         backend="cpu",
     )
     grown: list[int] = []
-    group = Group(place.rank, place.num_ranks, "cpu")
     bar = Progress(disable=True)
-    rows, _, _ = gpu_rows.bench(group, options, bar, lambda rows: grown.append(len(rows)))
+    rows, backend, _ = gpu_rows.bench(group, options, bar, lambda rows: grown.append(len(rows)))
+    assert backend == "cpu"
     assert grown == list(range(1, len(cases) + 1))
     return rows
+
+
+def bench(place, cases, against, broken: float, sustain: float) -> list[dict]:
+    """The job of a rank process."""
+    stand_in(setattr, broken)
+    return rows_of(Group(place.rank, place.num_ranks, "cpu"), cases, against, sustain)

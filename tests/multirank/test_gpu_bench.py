@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
+from launcher.ranks import Group
 from tests.gpu.processes import RankProcesses
 from tests.multirank import bench_rank
 
@@ -63,3 +65,18 @@ def test_masked_routes_are_not_asked_of_the_peers(ranks):
     assert row["total_us"] is not None
     assert "masked" in row["reasons"]["peer_us"]
     assert "masked" in row["reasons"]["gemms_us"]
+
+
+def test_a_rank_alone_brings_a_group_for_the_peers(monkeypatch):
+    """Two models in a row, as a suite has them."""
+    bench_rank.stand_in(monkeypatch.setattr, 1.0)
+    try:
+        for _ in range(2):
+            rows = bench_rank.rows_of(Group(0, 1, "cpu"), [("6", "zipf")], ["peer"], 0.0)
+            assert rows[0]["ok"]
+            assert rows[0]["peer_us"] > 0
+            assert rows[0]["max_over_mean"] == 1.0
+            assert rows[0]["nvlink_gbs"] == 0.0
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
