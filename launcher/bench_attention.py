@@ -56,6 +56,9 @@ def command(
         typer.Option(help="Chrome trace of one cold run; a picture and a table beside it."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON results file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for a report: JSON and one HTML file.")
+    ] = None,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -99,6 +102,11 @@ def command(
                 from launcher.bench_attention_pre import add_rows
 
                 add_rows(output, found["rows"])
+        if report:
+            from launcher.meta import run_meta
+            from launcher.report import build_report, write_report
+
+            write_report(report, build_report({"meta": run_meta()} | found, kind="attention-pre"))
         if as_json:
             print_json(found)
             return

@@ -174,31 +174,31 @@ def attention_pre() -> list[str]:
 
 
 def stress() -> list[str]:
-    body, names, last = [], [], None
+    """A line per matrix of cases, and one per soak: calls in a row with whatever may go wrong."""
+    body, sources = [], []
     for path in sorted(RESULTS.glob("stress_*.json")):
         found = json.loads(path.read_text())
-        rows = found["rows"]
-        if not rows or "bitwise_equal" not in rows[0]:
-            continue
-        last, names = found, [*names, path.name]
-        errors = [row["max_rel_err"] for row in rows if row.get("max_rel_err") is not None]
-        pressed = sum(bool(row.get("backpressure_events")) for row in rows)
-        counted = any(row.get("backpressure_events") is not None for row in rows)
-        ranks = sorted({row["ranks"] for row in rows})
-        body.append(
-            [
-                path.stem.removeprefix("stress_"),
-                ", ".join(map(str, ranks)),
-                str(len(rows)),
-                str(sum(bool(row["bitwise_equal"]) for row in rows)),
-                str(pressed) if counted else "–",
-                cell(max(errors, default=None), ".1e"),
-            ]
-        )
-    if last is None:
+        rows, run = found["rows"], path.stem.removeprefix("stress_")
+        soaks = found.get("soaks", [])
+        if rows or soaks:
+            sources.append(source(found, path.name))
+        if rows:
+            counted = any(row.get("backpressure_events") is not None for row in rows)
+            pressed = sum(bool(row.get("backpressure_events")) for row in rows)
+            errors = [row["max_rel_err"] for row in rows if row.get("max_rel_err") is not None]
+            ranks = ", ".join(map(str, sorted({row["ranks"] for row in rows})))
+            same = sum(bool(row["bitwise_equal"]) for row in rows)
+            line = [run, ranks, f"{len(rows)} cases", str(same), str(pressed) if counted else "–"]
+            body.append([*line, cell(max(errors, default=None), ".1e")])
+        for soak in soaks:
+            what = f"{soak['calls']} calls, {soak['graph_replays']} of them graph replays"
+            what += f", {soak['late_ranks']} late ranks"
+            line = [f"{run}, soak", str(soak["ranks"]), what, str(soak["calls"] - soak["wrong"])]
+            body.append([*line, "–", cell(soak["max_rel_err"], ".1e")])
+    if not sources:
         return ["*Not measured yet.*"]
-    columns = ("run", "ranks", "cases", "same bits", "with back-pressure", "largest error")
-    return [*table(columns, body), "", source(last, *names)]
+    columns = ("run", "ranks", "what", "same bits", "with back-pressure", "largest error")
+    return [*table(columns, body), "", *(f"{line}  " for line in sources)]
 
 
 def power() -> list[str]:
