@@ -459,14 +459,14 @@ def _report(
     shown = table(
         "stress: every ring against the largest, bit for bit, and against the oracle",
         "ranks",
-        "ring L1/L2",
+        "L1/L2 ring",
         "cases",
-        "bitwise equal",
-        "slots reused",
-        "back-pressure",
-        "high water L1/L2",
-        "skew max/mean",
-        "worst error",
+        "same bits",
+        "reused",
+        "waited",
+        "most in use",
+        "max/mean",
+        "error",
     )
     groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for row in rows:
