@@ -130,17 +130,17 @@ def gpu(tensors):
     return {name: t.cuda() for name, t in tensors.items()}
 
 
-def bind(planner, case, given=None) -> tuple[BoundPlan, dict]:
+def bind(planner, case, given=None, kernel=None) -> tuple[BoundPlan, dict]:
     """A plan on poisoned buffers of the device, and those buffers."""
     encoded = encode(planner.plan(case.batch))
     known = {**case.weights(), **case.inputs(), **(given or {})}
     made = poisoned(b for b in encoded.buffers.values() if b.name not in known)
     tensors = gpu({name: made.get(name, known.get(name)) for name in encoded.buffers})
-    return BoundPlan(kernel_of(encoded.specializations), encoded, tensors), tensors
+    return BoundPlan(kernel or kernel_of(encoded.specializations), encoded, tensors), tensors
 
 
-def run(planner, case, given=None):
-    plan, tensors = bind(planner, case, given)
+def run(planner, case, given=None, kernel=None):
+    plan, tensors = bind(planner, case, given, kernel)
     plan.run()
     return {name: t.cpu() for name, t in tensors.items()}
 
@@ -212,6 +212,15 @@ def test_few_workers_with_long_queues():
     """Every page is used many times."""
     case = Case(SMALL, RAGGED)
     check(case, run(Planner(attention_pre_graph(SMALL), 3), case))
+
+
+def test_two_pages_for_inputs_are_enough():
+    """The wgmmas in flight span no more pages; long queues use each many times."""
+    case = Case(SMALL, RAGGED)
+    planner = Planner(attention_pre_graph(SMALL), 3)
+    planner.plan(RAGGED)
+    kernel = AttentionKernel(planner.specializations, input_pages=2)
+    check(case, run(planner, case, kernel=kernel))
 
 
 def test_power_of_two_scales():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ctypes import sizeof
+
 import pytest
 
+from launcher.probe_pages import _Params, compile_probe
 from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch, Specialization
@@ -69,3 +72,9 @@ def test_refuses_what_has_no_body():
     )
     with pytest.raises(SpecError, match="512 columns"):
         spec_macro([wide])
+
+
+def test_the_probe_of_page_rates_compiles_and_agrees_on_its_parameters():
+    cubin = compile_probe()
+    assert cubin.resources()["megamoe_page_rate"].spill_stores == 0
+    assert cubin.constant("megamoe_page_rate_param_bytes") == sizeof(_Params)
