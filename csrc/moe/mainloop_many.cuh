@@ -125,6 +125,7 @@ class MainloopMany {
                 part, a + k * wgmma::kStepK, b + k * wgmma::kStepK, accumulate || k > 0);
     }
     MEGAMOE_DEVICE void release(uint32_t stage) {
+        __syncwarp();  // after every lane's reads of scales; a NOP, since wgmma converges the warp
         if (ptx::lane() == 0) ptx::arrive(s_.stage_empty[stage]);
     }
 
