@@ -29,8 +29,9 @@ def write_moe_report(
     Returns:
         What was written; on other ranks nothing.
     """
+    from launcher.moe_perfetto import chrome_trace
     from launcher.moe_timeline import timeline_svg
-    from launcher.moe_trace import chrome_trace, trace_figures
+    from launcher.moe_trace import trace_figures
     from launcher.report import build_report, kernel_resources, write_report
     from launcher.trace_moe import trace_call
 

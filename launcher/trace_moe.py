@@ -33,7 +33,7 @@ from megamoe.errors import SpecError
 from megamoe.spec import MODELS, EpConfig, MoESpec, WeightDtype
 
 if TYPE_CHECKING:
-    from launcher.moe_trace import MeteredSample
+    from launcher.moe_perfetto import MeteredSample
     from megamoe.backends.trace import LayerTrace
     from megamoe.layer import Backend
 
@@ -210,8 +210,9 @@ def _report(
     *,
     as_json: bool,
 ) -> int:
+    from launcher.moe_perfetto import chrome_trace
     from launcher.moe_timeline import timeline_svg
-    from launcher.moe_trace import chrome_trace, trace_figures, trace_problems
+    from launcher.moe_trace import trace_figures, trace_problems
 
     problems = [f"rank {t.rank}: {problem}" for t in traces for problem in trace_problems(t)]
     if group.first:

@@ -22,8 +22,9 @@ import torch
 
 from launcher.bench_power import VARIANTS, _measure
 from launcher.meta import run_meta
+from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
-from launcher.moe_trace import chrome_trace, trace_figures, trace_problems
+from launcher.moe_trace import trace_figures, trace_problems
 from launcher.ranks import _process_group
 from launcher.trace_moe import trace_call, write_trace
 from megamoe.spec import MODELS, EpConfig

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
-from launcher.moe_trace import chrome_trace, ring_depth, trace_figures, trace_problems, union_ns
+from launcher.moe_trace import ring_depth, trace_figures, trace_problems, union_ns
 from launcher.trace_moe import write_trace
 from megamoe import native
 from megamoe.backends.trace import LayerTrace, decode_trace, event_dtype, stretches

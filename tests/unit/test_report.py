@@ -127,7 +127,9 @@ def test_figures_come_from_the_row_and_the_trace():
     assert ledgers["scheduling"]["wait, feed: l1_full"]["value"] == 0.15  # 30 of 2 × 100 µs
     assert ledgers["scheduling"]["additions to words in L2"]["value"] == 640
     assert ledgers["HBM"]["share of the read ceiling"]["value"] == 0.5
-    assert ledgers["HBM"]["weight bytes per token of a rank"]["value"] == round(2350e9 * 1e-3 / 512, 1)
+    assert ledgers["HBM"]["weight bytes per token of a rank"]["value"] == round(
+        2350e9 * 1e-3 / 512, 1
+    )
     assert ledgers["HBM"]["L2 hit rate"]["value"] is None
     assert ledgers["interconnect"]["share of the link ceiling"]["value"] == 0.2
     assert ledgers["interconnect"]["wave tail"]["value"] == 3.5
