@@ -68,8 +68,9 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         const TensorMap& map = linear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
         int32_t y = int32_t(index * num_blocks * kTileN);
-        // The next ticket is taken late, just early enough for it to arrive: neighbouring tickets then
-        // start together wherever they are taken, and tiles that share weights find them in L2.
+        // The next ticket is taken late, just early enough for it to arrive: neighbouring tickets
+        // then start together wherever they are taken, and tiles that share weights find them in
+        // L2.
         const uint32_t take_at = num_blocks > kTicketAhead ? num_blocks - kTicketAhead : 0;
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
