@@ -29,8 +29,9 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
+from megamoe.backends.attention_operands import TORCH_DTYPES
 from megamoe.backends.base import hopper_available
-from megamoe.cmp.bound import TORCH_DTYPES, BoundCmp
+from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.choice import choose_engine
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.errors import BackendUnavailable, CapacityError, InputError, SpecError

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -24,9 +23,10 @@ from megamoe import jit
 from megamoe.attention_pre.encode import EncodedPlan, instruction_format, operand_table
 from megamoe.attention_pre.schedule import CostModel
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.backends.cuda_driver import Kernel, Module, tensor_map
+from megamoe.backends.attention_operands import check_tensor, mapped_rows, stage_maps
+from megamoe.backends.cuda_driver import Kernel, Module
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
-from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
+from megamoe.spec import GROUP
 
 __all__ = [
     "IN_FLIGHT",
@@ -37,22 +37,6 @@ __all__ = [
     "spec_macro",
 ]
 
-_DTYPES: Final = {
-    "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn,
-    "fp32": torch.float32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bytes": torch.uint8,
-}
-_FP8_GEMMS: Final = (
-    "qkv_a",
-    "index_key",
-    "index_query",
-    "main_query",
-    "gemm_swiglu",
-    "gemm_store",
-)
 _MAX_BAND: Final = 128
 _MAX_TILES: Final = 2
 _MAX_OPERAND_ROWS: Final = 16
@@ -233,60 +217,6 @@ class AttentionKernel:
         return words.reshape(encoded.instructions.shape)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """How an operand row is loaded."""
-
-    opcode: str
-    spec: Specialization
-
-
-def _rows(encoded: EncodedPlan) -> dict[int, _Row]:
-    """Loading bodies by operand row; rows of other bodies need no tensor maps."""
-    fmt = instruction_format()
-    words = encoded.instructions.reshape(-1, fmt.words)
-    columns = [fmt.fields[name][0] for name in ("operand_row", "opcode", "spec_id")]
-    rows: dict[int, _Row] = {}
-    for row, number, spec_id in np.unique(words[:, columns], axis=0).tolist():
-        opcode = fmt.opcode_name(number)
-        assert opcode is not None
-        if opcode in ("no_op", "norm_quant", "qkv_a_final"):
-            continue
-        if row in rows:
-            raise SpecError(f"operand row {row} has two specialisations: give them a row each")
-        rows[row] = _Row(opcode, encoded.specializations[spec_id])
-    return rows
-
-
-def _stage_maps(row: _Row, operands: Mapping[str, Tensor]) -> bytes:
-    """Tensor maps of inputs and weights (``StageMaps``)."""
-    band = row.spec.band
-
-    def matrix(name: str, box: tuple[int, int]) -> bytes:
-        """Rows of a matrix; leading dimensions are rows, too."""
-        t = operands[name]
-        return _map(t, t.shape[-1], t.numel() // t.shape[-1], box)
-
-    if row.opcode in _FP8_GEMMS:
-        return matrix("a", (GROUP, band)) + matrix("w", (GROUP, GROUP))
-    if row.opcode == "head_gate":
-        return matrix("a", (64, band)) + matrix("w", (64, GROUP))
-    if row.opcode == "absorb_query":
-        a = operands["a"]
-        return _map(a, a[0].numel(), a.shape[0], (64, band)) + matrix("w", (64, 64))
-    cache = operands["cache"]  # a page is 64 rows of codes and 2 of scales
-    heads = int(dict(row.spec.shape)["heads"])
-    return matrix("codes", (INDEX_DIM, band * heads)) + _map(
-        cache, INDEX_DIM, cache.numel() // INDEX_DIM, (INDEX_DIM, INDEX_PAGE)
-    )
-
-
-def _map(t: Tensor, columns: int, rows: int, box: tuple[int, int]) -> bytes:
-    return tensor_map(
-        t.data_ptr(), columns=columns, rows=rows, box=box, element_bytes=t.element_size()
-    )
-
-
 class BoundPlan:
     """A plan on one kernel and one set of tensors.
 
@@ -377,30 +307,19 @@ class BoundPlan:
                 raise SpecError(
                     f"no tensor {name!r}: the plan needs {', '.join(self.encoded.buffers)}"
                 )
-            self._check(name, tensors[name], buffer.shape, buffer.dtype)
+            check_tensor(buffer, tensors[name], self.kernel.device)
         table = operand_table(
             self.encoded, {n: tensors[n].data_ptr() for n in self.encoded.buffers}
         )
         maps = np.zeros((len(table), 256), np.uint8)
-        for index, row in _rows(self.encoded).items():
+        for index, row in mapped_rows(self.encoded).items():
             slots = self.encoded.operand_slots[index]
             names = {slot: name for name, slot in self._fmt.operands[row.opcode].items()}
             operands = {names[slot]: tensors[buffer] for slot, buffer in slots.items()}
-            maps[index] = np.frombuffer(_stage_maps(row, operands), np.uint8)
+            maps[index] = np.frombuffer(stage_maps(row, operands), np.uint8)
         self._operands.copy_(torch.from_numpy(table.view(np.int64)))
         self._maps.copy_(torch.from_numpy(maps))
         self._tensors = dict(tensors)  # kept alive
-
-    def _check(self, name: str, t: Tensor, shape: tuple[int | str, ...], dtype: str) -> None:
-        fits = len(t.shape) == len(shape) and all(
-            isinstance(want, str) or want == have for want, have in zip(shape, t.shape, strict=True)
-        )
-        good = t.device == self.kernel.device and t.is_contiguous() and t.data_ptr() % 16 == 0
-        if not (fits and good and t.dtype == _DTYPES[dtype]):
-            raise SpecError(
-                f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}: must be {shape} {dtype} on "
-                f"{self.kernel.device}, contiguous, at a multiple of 16 bytes"
-            )
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
         """Enqueues one run, also into a graph under capture; ``check`` looks for faults later."""

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megamoe.attention_pre.encode import encode, operand_table
-from megamoe.attention_pre.plan import Buffer, KernelPlan
+from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.backends.attention import _DTYPES as TORCH_DTYPES
-from megamoe.backends.attention import _rows, _stage_maps
+from megamoe.backends.attention_operands import check_tensor, mapped_rows, stage_maps
 from megamoe.backends.cuda_driver import Module
 from megamoe.cmp.dag import Edge, data_edges
 from megamoe.cmp.kernels import (
@@ -32,11 +31,11 @@ from megamoe.cmp.kernels import (
 from megamoe.cmp.prefetch import Prefetch, PrefetchParams, prefetch_function, prefetch_node
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
-__all__ = ["TORCH_DTYPES", "TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
+__all__ = ["TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
 
 Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
 _TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
-STAMPS: Final = 3
+_STAMPS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -133,19 +132,6 @@ def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait) -> _Loaded:
     return _LOADED[key]
 
 
-def _check(buffer: Buffer, t: Tensor, device: torch.device) -> None:
-    fits = len(t.shape) == len(buffer.shape) and all(
-        isinstance(want, str) or want == have
-        for want, have in zip(buffer.shape, t.shape, strict=True)
-    )
-    good = t.device == device and t.is_contiguous() and t.data_ptr() % 16 == 0
-    if not (fits and good and t.dtype == TORCH_DTYPES[buffer.dtype]):
-        raise SpecError(
-            f"{buffer.name} is {tuple(t.shape)} {t.dtype} on {t.device}: must be {buffer.shape} "
-            f"{buffer.dtype} on {device}, contiguous, at a multiple of 16 bytes"
-        )
-
-
 @dataclass
 class BoundKernel:
     """A kernel with its launch shape and parameters.
@@ -213,9 +199,9 @@ class BoundCmp:
         for name, buffer in encoded.buffers.items():
             if name not in tensors:
                 raise SpecError(f"no tensor {name!r}: the plan needs {', '.join(encoded.buffers)}")
-            _check(buffer, tensors[name], self.device)
+            check_tensor(buffer, tensors[name], self.device)
         table = operand_table(encoded, {n: tensors[n].data_ptr() for n in encoded.buffers})
-        rows = _rows(encoded)
+        rows = mapped_rows(encoded)
         wanted = {**TUNING, **(tuning or {})}
         self._tensors = dict(tensors)  # kept alive
         self._tables: list[Tensor] = []
@@ -228,7 +214,7 @@ class BoundCmp:
             maps = bytes(256)
             if row in rows and part.specialization.opcode == rows[row].opcode:
                 stage = plan.operands[row]
-                maps = _stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
+                maps = stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
         if prefetch is not None:
@@ -265,7 +251,7 @@ class BoundCmp:
             params.table = table.data_ptr()
         if trace:
             self._stamps[part.name] = torch.zeros(
-                part.ctas, STAMPS, dtype=torch.int64, device=self.device
+                part.ctas, _STAMPS, dtype=torch.int64, device=self.device
             )
             params.stamps = self._stamps[part.name].data_ptr()
         return BoundKernel(
