@@ -9,8 +9,8 @@ columns, I index heads. The layer owns both caches, which a call writes; a page 
 On a Hopper GPU a call runs as one resident kernel (``"megakernel"``) or as eleven kernels in a
 graph with branches and programmatic edges (``"cmp"``), whichever was measured to be faster for the
 call's shape (``megamoe.cmp.choice``; the environment variable MEGAMOE_ATTENTION_ENGINE overrides
-it). Elsewhere it runs on the CPU (``"oracle"``): the same
-results, for development and tests, not fast.
+it). Elsewhere it runs on the CPU (``"oracle"``): the same results, for development and tests, not
+fast.
 """
 
 from __future__ import annotations
@@ -302,6 +302,7 @@ class _Prepared:
 
     tensors: Mapping[str, Tensor]
     run: Callable[[], None]
+    close: Callable[[], None] = lambda: None
 
 
 class _DeviceRunner:
@@ -322,7 +323,7 @@ class _DeviceRunner:
         self._held = {n: t.cuda().contiguous() for n, t in weights.items()} | dict(caches)
         self._planner = Planner(
             attention_pre_graph(spec),
-            torch.cuda.get_device_properties(0).multi_processor_count,
+            torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count,
             cost=MEASURED_COST,
         )
         self._prepared: OrderedDict[tuple[Batch, str], _Prepared] = OrderedDict()
@@ -337,7 +338,7 @@ class _DeviceRunner:
             self._prepared[key] = self._prepare(step, engine)
             while len(self._prepared) > _KEPT:
                 torch.cuda.synchronize()
-                self._prepared.popitem(last=False)
+                self._prepared.popitem(last=False)[1].close()
         self._prepared.move_to_end(key)
         found = self._prepared[key]
         for name, value in step.tensors.items():
@@ -359,7 +360,11 @@ class _DeviceRunner:
         tensors[_MEMBERS["logits"]].fill_(-torch.inf)
         if engine == "cmp":
             graph = CmpGraph([BoundCmp(plan, tensors)], "branches_pdl")
-            return _Prepared(tensors, lambda: graph.launch(torch.cuda.current_stream().cuda_stream))
+            return _Prepared(
+                tensors,
+                lambda: graph.launch(torch.cuda.current_stream().cuda_stream),
+                graph.close,
+            )
         wanted = self._planner.specializations
         if self._kernel is None or not set(encoded.specializations) <= set(self._kernel.specs):
             self._kernel = AttentionKernel(wanted)
@@ -367,6 +372,8 @@ class _DeviceRunner:
 
     def close(self) -> None:
         torch.cuda.synchronize()
+        for prepared in self._prepared.values():
+            prepared.close()
         self._prepared.clear()
         self._held.clear()
 
