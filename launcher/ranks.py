@@ -30,6 +30,7 @@ __all__ = [
     "arguments",
     "cores_per_rank",
     "device_of",
+    "process_group",
     "run_in_group",
     "torchrun",
 ]
@@ -191,7 +192,7 @@ def run_in_group(
         with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):
             if ranks not in (None, size):
                 raise SpecError(f"--ranks {ranks}, but torchrun started {size}: leave --ranks out")
-            with _process_group(size, backend) as group:
+            with process_group(size, backend) as group:
                 code = work(group)
         raise typer.Exit(code)
     num_ranks = ranks or default_ranks
@@ -261,8 +262,13 @@ def device_of(local_rank: int, backend: str) -> str:
 
 
 @contextmanager
-def _process_group(size: int, backend: str) -> Iterator[Group]:
-    """Joins torchrun's group: gloo for values, NCCL beside it where ranks have GPUs."""
+def process_group(size: int, backend: str) -> Iterator[Group]:
+    """Joins torchrun's group: gloo for values, NCCL beside it where ranks have GPUs.
+
+    Args:
+        size: R.
+        backend: ``"cpu"`` keeps ranks off the GPUs.
+    """
     import torch
     import torch.distributed as dist
 

@@ -25,7 +25,7 @@ from launcher.meta import run_meta
 from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
 from launcher.moe_trace import trace_figures, trace_problems
-from launcher.ranks import _process_group
+from launcher.ranks import process_group
 from launcher.trace_moe import trace_call, write_trace
 from megamoe.spec import MODELS, EpConfig
 from megamoe.telemetry import Sampler
@@ -53,7 +53,7 @@ def main() -> None:
     )
     size = int(os.environ.get("WORLD_SIZE", "1"))
     os.environ.setdefault("RANK", "0")
-    with _process_group(size, options.backend) as group:
+    with process_group(size, options.backend) as group:
         started = time.monotonic()
         options.out.mkdir(parents=True, exist_ok=True)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.meta import run_meta
-from launcher.ranks import Group
+from launcher.ranks import Group, process_group
 from launcher.tuner import TuneOptions, tune
 from megamoe.spec import MODELS, MoESpec
 from megamoe.telemetry import Sampler
@@ -93,16 +93,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         run(Group(0, 1, "cuda:0" if options.backend == "cuda" else "cpu"), *arguments)
         return
-    import torch
-    import torch.distributed as dist
-
-    device = "cpu"
-    if options.backend == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
-    run(Group(dist.get_rank(), dist.get_world_size(), device), *arguments)
-    dist.destroy_process_group()
+    with process_group(int(os.environ["WORLD_SIZE"]), options.backend) as group:
+        run(group, *arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ namespace megamoe {
 
 inline constexpr bool kTrace = MEGAMOE_TRACE != 0;
 
-// Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_bench_moe.py has the
-// names.
+// Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_configs.py has the names.
 enum TraceSlot : uint32_t {
     kTraceStart,
     kTraceListed,      // own routes listed and published
