@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from launcher import bench_attention
+from launcher import bench_attention, bench_attention_pre
 from launcher.attention_contender import contender_rows
 from launcher.bench_attention_pre import (
     MAX_ERROR,
+    Bench,
+    Options,
     batch_of,
     empty_frame,
     floor_us,
+    measure,
     with_splits,
 )
 from launcher.cli import app
@@ -26,7 +31,7 @@ from megamoe.attention_pre.encode import encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition
-from megamoe.errors import BackendUnavailable
+from megamoe.errors import BackendUnavailable, MegaMoeError
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
 
@@ -144,3 +149,80 @@ def test_published_rows_are_complete_and_say_what_the_gpu_did():
         if row["variant"] == "megakernel":
             assert row["max_rel_err"] < MAX_ERROR
             assert row["fraction_of_floor"] == pytest.approx(row["floor_us"] / row["us"], abs=1e-3)
+
+
+class FakePlan:
+    """Stands for a plan on a device."""
+
+    def __init__(self, kernel, encoded, tensors=None, **options):
+        self.encoded = encoded
+
+    def launch(self, stream=None):
+        """Nothing to do."""
+
+    run = check = launch
+
+    def rebind(self, tensors):
+        """Nothing to do."""
+
+    def stamps(self):
+        shape = (*self.encoded.instructions.shape[:2], 7)
+        return 1 + np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+
+
+class FakeBench(Bench):
+    """Plans for real, and measures nothing."""
+
+    def __init__(self, spec, longest, copies):
+        self.spec, self.seen, self.worst = spec, [], 0.01
+
+    def kernel(self, planner, **options):
+        self.seen.append(options)
+        return
+
+    def bind(self, kernel, encoded, batch, copies, in_flight=4):
+        self.tensors = [{"w_a": torch.zeros(4)}] * copies
+        return [FakePlan(kernel, encoded) for _ in range(copies)]
+
+    def error(self, batch):
+        return self.worst
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    monkeypatch.setattr(bench_attention_pre, "Bench", FakeBench)
+    monkeypatch.setattr(bench_attention_pre, "BoundPlan", FakePlan)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    timing = bench_attention_pre.Timing(38.0, 39.0, 1980.0, 300.0, [])
+    monkeypatch.setattr(bench_attention_pre, "time_graph", lambda launches, replays: timing)
+
+
+def test_a_measurement_writes_every_row_as_it_comes(no_device, tmp_path):
+    output, trace = tmp_path / "rows.json", tmp_path / "run.json"
+    options = Options(rows=(1, 16), kv=(2048,), workers=132, prefixes=True, trace=trace, copies=2)
+    found = measure(options, output, quiet=True)
+    written = json.loads(output.read_text())
+    assert {k: written[k] for k in ("rows", "prefixes", "host")} == found.results()
+    assert written["meta"]["input_pages"] == 3
+    kinds = [(r["variant"], r["m"], r["l2"]) for r in written["rows"]]
+    for m in (1, 16):
+        for l2 in ("cold", "warm"):
+            assert ("megakernel", m, l2) in kinds
+        assert ("megakernel_empty", m, "warm") in kinds
+        assert ("megakernel_traced", m, "cold") in kinds
+    stages = [r["stages"] for r in written["prefixes"] if r["m"] == 16]
+    assert stages == list(bench_attention_pre.PREFIXES)
+    assert [(r["m"], r["kv"]) for r in written["host"]] == [(1, 2048), (16, 2048)]
+    assert written["host"][0]["plan_known_ms"] < written["host"][0]["plan_ms"]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert "qkv_a main loop" in names
+    assert trace.with_suffix(".svg").read_text().startswith("<svg")
+    assert found.bench.seen[0] == {"slots": 3, "input_pages": 3}
+
+
+def test_wrong_scores_are_not_timed(no_device, tmp_path, monkeypatch):
+    output = tmp_path / "rows.json"
+    monkeypatch.setattr(FakeBench, "error", lambda self, batch: math.nan)
+    with pytest.raises(MegaMoeError, match="relative error of the scores nan"):
+        measure(Options(workers=132, copies=1), output, quiet=True)
+    assert not output.exists()
