@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from launcher.contenders import Unavailable
+from launcher.estimates import H200
 from launcher.gpu_contenders import (
     GpuBatch,
     GpuContender,
@@ -45,10 +46,7 @@ from megamoe.reference.tolerance import (
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.weights import random_expert
 
-__all__ = ["FLOORS", "Floor", "bench", "floor_of"]
-
-FLOORS: Final = {"flop_rate": 1250e12, "read_rate": 4.70e12, "link_rate": 335e9}
-"""Measured ceilings of one H200: FP8 with promotion, bulk reads, pull by kernel of all ranks."""
+__all__ = ["Floor", "bench", "floor_of"]
 
 _FEWEST_TOKENS: Final = 128  # windows are sized for at least so many
 
@@ -71,7 +69,7 @@ class Floor:
 
 
 def floor_of(spec: MoESpec, counts: Tensor) -> Floor:
-    """The floor of a batch.
+    """The floor of a batch at the ceilings of ``estimates.H200``.
 
     Args:
         spec: the layer.
@@ -88,15 +86,9 @@ def floor_of(spec: MoESpec, counts: Tensor) -> Floor:
     # A dispatched row is x, a returned one BF16: in, and out.
     link = torch.maximum(came * h * element + went * 2 * h, went * h * element + came * 2 * h)
     flops, read = 6.0 * rows * h * spec.inter, active * expert_bytes(spec)
-    seconds = [
-        flops.max() / FLOORS["flop_rate"],
-        read.max() / FLOORS["read_rate"],
-        link.max() / FLOORS["link_rate"],
-    ]
-    return Floor(
-        max(float(s) for s in seconds) * 1e6, float(flops.max()), float(read.max()),
-        float(link.max()),
-    )  # fmt: skip
+    most = [float(of_ranks.max()) for of_ranks in (flops, read, link)]
+    seconds = max(most[0] / H200.flops, most[1] / H200.read, most[2] / H200.link)
+    return Floor(seconds * 1e6, *most)
 
 
 def bench(
@@ -227,9 +219,7 @@ def _oracle(options: BenchOptions, batch: GpuBatch) -> Tensor:
         )
 
 
-def _check(
-    group: Group, batch: GpuBatch, expected: Tensor, contender: GpuContender
-) -> Verdict:  # fmt: skip
+def _check(group: Group, batch: GpuBatch, expected: Tensor, contender: GpuContender) -> Verdict:
     """Collective: one call, compared on every rank's sample."""
     y = contender.call().cpu()
     rows, spec = len(batch.sample), batch.spec
