@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from launcher.bench_attention_pre import batch_of, time_graph
+from launcher.attention_rows import Timing, batch_of, table_row, time_graph
 from launcher.meta import run_meta
 from megamoe.errors import BackendUnavailable
 from megamoe.spec import ATTENTION_MODELS, GROUP, INDEX_DIM, INDEX_PAGE
@@ -156,8 +156,8 @@ class Contender:
         )  # fmt: skip
         return [gate, absorbed, scores]
 
-    def time(self, l2: str, launches: int = 60, replays: int = 20) -> Any:
-        """``Timing`` per run of the eleven."""
+    def time(self, l2: str, launches: int = 60, replays: int = 20) -> Timing:
+        """Per run of the eleven."""
         copies = len(self.sets) if l2 == "cold" else 1
         keep: list[Any] = [self.run(c) for c in range(copies)]
         torch.cuda.synchronize()
@@ -196,22 +196,9 @@ def contender_rows(
             floor = floors.get((m, keys))
             for l2 in ("cold", "warm"):
                 t = contender.time(l2)
-                us = round(t.median_us, 3)
-                row = {
-                    "variant": "peer_serial",
-                    "m": m,
-                    "requests": len(batch_of(m, keys).requests),
-                    "kv": keys,
-                    "l2": l2,
-                    "us": us,
-                    "p99_us": round(t.p99_us, 3),
-                    "sm_mhz": t.sm_mhz,
-                    "watts": t.watts,
-                    "throttle": t.throttle,
-                    "floor_us": floor,
-                    "max_rel_err": None,
-                    "fraction_of_floor": None if floor is None else round(floor / us, 3),
-                }
+                row = table_row("peer_serial", batch_of(m, keys), l2, t, floor_us=floor)
+                fraction = None if floor is None else round(floor / row["us"], 3)
+                row |= {"max_rel_err": None, "fraction_of_floor": fraction}
                 found.append(row)
                 on_row(row)
     return found

@@ -1,18 +1,14 @@
 """Times the attention-pre megakernel on one Hopper GPU; the command is ``bench_attention``.
 
-Cold: a CUDA graph of many launches that rotates over several copies of weights and caches, together
-several times L2, so that every launch reads its weights from memory; the time is the graph's over
-its launches, as for the public kernels that it is compared with. Warm: the same graph over one
-copy. Every shape is checked against the oracle before it is timed.
+The method is that of ``attention_rows``, as for the public kernels that it is compared with. Every
+shape is checked against the oracle before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -20,41 +16,39 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from launcher.attention_rows import (
+    SCORES,
+    Copies,
+    Row,
+    batch_of,
+    floor_us,
+    need_right,
+    score_error,
+    table_row,
+    time_graph,
+)
 from launcher.attention_trace import chrome_trace, stage_table, timeline_svg
-from megamoe.attention_pre.data import random_caches, random_inputs, random_weights
+from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import EncodedPlan, encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
 from megamoe.backends.attention import IN_FLIGHT, AttentionKernel, BoundPlan
-from megamoe.errors import MegaMoeError
-from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import ATTENTION_MODELS, AttentionPreSpec
-from megamoe.telemetry import Sampler
 
 __all__ = [
     "Bench",
     "Measurement",
     "Options",
-    "Timing",
     "add_rows",
-    "batch_of",
     "empty_frame",
-    "floor_us",
     "main",
     "measure",
-    "time_graph",
     "with_splits",
 ]
 
-READ_CEILING: Final = 4.70e6
-"""Bytes per microsecond: an H200's measured bulk read rate."""
-MAX_ERROR: Final = 2e-2
-"""Relative error of scores against the oracle's own quantised pipeline: e4m3 codes round the other
-way here and there, which moves scores by 0.009–0.014 whatever the shape."""
 PREFIXES: Final = (
     "A0",
     "A0 C0",
@@ -66,74 +60,11 @@ PREFIXES: Final = (
 )
 
 
-def batch_of(rows: int, kv: int) -> Batch:
-    """Requests of up to 8 new tokens with ``kv`` keys each."""
-    if rows <= 8:
-        return Batch(((rows, kv),))
-    return Batch(((8, kv),) * (rows // 8))
-
-
-def floor_us(tensors: Mapping[str, Tensor], batch: Batch, spec: AttentionPreSpec) -> float:
-    """Bytes that must be read, over the read ceiling: weights, keys, inputs."""
-    weights = sum(t.nbytes for name, t in tensors.items() if name.startswith("w_"))
-    keys = sum(keys for _, keys in batch.requests) * (128 + 4)
-    inputs = 2 * batch.rows * spec.hidden * 2
-    return (weights + keys + inputs) / READ_CEILING
-
-
-@dataclass
-class Timing:
-    """Microseconds per launch, of several replays of a graph; and the GPU's state meanwhile."""
-
-    median_us: float
-    p99_us: float
-    sm_mhz: float | None
-    watts: float | None
-    throttle: list[str] | None
-
-
-def time_graph(launches: Sequence[Callable[[torch.cuda.Stream], None]], replays: int) -> Timing:
-    """A graph of all launches on one stream."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in launches:
-            launch(stream)
-    for _ in range(3):
-        graph.replay()
-    samples = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # the host is ahead when the first event is reached
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    for _ in range(50):  # enough to look at the clocks meanwhile
-        graph.replay()
-    reading = Sampler(torch.cuda.current_device()).read()
-    torch.cuda.synchronize()
-    clock, events = reading.values.get("sm_clock_hertz"), reading.clocks_events
-    samples.sort()
-    return Timing(
-        statistics.median(samples),
-        samples[math.ceil(0.99 * len(samples)) - 1],
-        None if clock is None else clock / 1e6,
-        reading.values.get("power_watts"),
-        None if events is None else [name for name, on in events.items() if on],
-    )
-
-
 class Bench:
     """Weights of a layer on the device, and plans bound to copies of them."""
 
     def __init__(self, spec: AttentionPreSpec, longest: int, copies: int) -> None:
-        self.spec = spec
-        self.host = random_weights(spec, longest, seed=0)
-        self.copies = [
-            {name: t.cuda().clone() for name, t in self.host.items()} for _ in range(copies)
-        ]
+        self.copies = Copies.make(spec, longest, copies)
         self._kernels: dict[tuple[object, ...], AttentionKernel] = {}
 
     def kernel(self, planner: Planner, **options: Any) -> AttentionKernel:
@@ -152,47 +83,14 @@ class Bench:
         in_flight: int = IN_FLIGHT,
     ) -> list[BoundPlan]:
         """The plan on every copy of the weights; caches and results are copies, too."""
-        host = random_inputs(self.spec, batch, 1) | random_caches(self.spec, batch, 2)
-        self.inputs = host
-        plans = []
-        self.tensors: list[dict[str, Tensor]] = []
-        for weights in self.copies[:copies]:
-            known = weights | {name: t.cuda() for name, t in host.items()}
-            tensors = {}
-            for name, buffer in encoded.buffers.items():
-                if name in known:
-                    tensors[name] = known[name]
-                    continue
-                dtype = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-                made = torch.empty(
-                    tuple(int(d) for d in buffer.shape),
-                    dtype=dtype.get(buffer.dtype, torch.float32),
-                    device="cuda",
-                )
-                made.view(torch.uint8).fill_(0xFF)
-                tensors[name] = made
-            self.tensors.append(tensors)
-            plans.append(BoundPlan(kernel, encoded, tensors, in_flight=in_flight))
-        return plans
+        spec = self.copies.spec
+        self.inputs = random_inputs(spec, batch, 1) | random_caches(spec, batch, 2)
+        self.tensors = self.copies.tensors(encoded.buffers, self.inputs, copies)
+        return [BoundPlan(kernel, encoded, t, in_flight=in_flight) for t in self.tensors]
 
     def error(self, batch: Batch) -> float:
-        """Relative error of the first copy's scores: norm of the difference over the norm."""
-        inputs = {name: t.clone() for name, t in self.inputs.items()}
-        oracle = AttentionPreOracle(self.spec, self.host)
-        new = [new for new, _ in batch.requests]
-        scores = oracle.run(inputs, new).scores
-        found = self.tensors[0]["E1.paged_logits.out"].cpu().double()
-        difference = reference = 0.0
-        row = 0
-        for b, expected in enumerate(scores):
-            got = found[row : row + new[b], : expected.shape[1]]
-            seen = ~expected.isinf()
-            if not bool((got[~seen] == -torch.inf).all()):
-                return math.nan
-            difference += float((got - expected)[seen].square().sum())
-            reference += float(expected[seen].square().sum())
-            row += new[b]
-        return math.sqrt(difference / reference)
+        """``score_error`` of the first copy's last run."""
+        return score_error(self.copies, batch, self.inputs, self.tensors[0][SCORES])
 
 
 def empty_frame(encoded: EncodedPlan) -> EncodedPlan:
@@ -256,9 +154,6 @@ class Options:
     trace: Path | None = None
 
 
-Row = dict[str, Any]
-
-
 class Measurement:
     """Rows of ``attention_pre_h200.json`` for one set of options.
 
@@ -297,51 +192,36 @@ class Measurement:
         plans = bench.bind(kernel, encoded, batch, o.copies, o.in_flight)
         plans[0].run()
         error = bench.error(batch)
-        if not error < MAX_ERROR:
-            raise MegaMoeError(
-                f"M = {batch.rows}, {kv} keys: relative error of the scores {error}, more than "
-                f"{MAX_ERROR}; not timed"
-            )
+        need_right("megakernel", batch, error)
         floor = round(floor_us(bench.tensors[0], batch, self.spec), 3)
         for l2 in ("cold", "warm"):
-            row = self._row("megakernel", batch, kv, l2, plans)
+            row = self._row("megakernel", batch, l2, plans)
             fraction = round(floor / row["us"], 3)
             self._add(self.rows, row, floor_us=floor, max_rel_err=error, fraction_of_floor=fraction)
         frame = [BoundPlan(kernel, empty_frame(encoded), bench.tensors[0])]
-        row = self._row("megakernel_empty", batch, kv, "warm", frame)
+        row = self._row("megakernel_empty", batch, "warm", frame)
         self._add(self.rows, row, floor_us=0.0, max_rel_err=None)
         self._add(self.host, {"m": batch.rows, "kv": kv}, **self._host_times(batch, kv, kernel))
         for names in PREFIXES if o.prefixes else ():
             part = Planner(subgraph(self.graph, names.split()), self.workers, queue=o.queue)
             less = bench.bind(kernel, encode(part.plan(batch)), batch, o.copies)
-            row = self._row("megakernel_prefix", batch, kv, "cold", less)
+            row = self._row("megakernel_prefix", batch, "cold", less)
             self._add(self.prefixes, row, stages=names)
         if o.trace:
             traced = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages, trace=True)
             plans = bench.bind(traced, encoded, batch, o.copies, o.in_flight)
-            row = self._row("megakernel_traced", batch, kv, "cold", plans)
+            row = self._row("megakernel_traced", batch, "cold", plans)
             self._add(self.rows, row, floor_us=None, max_rel_err=None)
             save_trace(o.trace, plans[1 % len(plans)], encoded)
 
-    def _row(self, variant: str, batch: Batch, kv: int, l2: str, plans: Sequence[BoundPlan]) -> Row:
+    def _row(self, variant: str, batch: Batch, l2: str, plans: Sequence[BoundPlan]) -> Row:
         used = plans if l2 == "cold" else plans[:1]
         launches = [used[i % len(used)].launch for i in range(self.options.launches)]
         timing = time_graph(launches, self.options.replays)
         for plan in used:
             plan.check()
-        return {
-            "variant": variant,
-            "m": batch.rows,
-            "requests": len(batch.requests),
-            "kv": kv,
-            "l2": l2,
-            "us": round(timing.median_us, 3),
-            "p99_us": round(timing.p99_us, 3),
-            "sm_mhz": timing.sm_mhz,
-            "watts": timing.watts,
-            "throttle": timing.throttle,
-            "input_pages": 5 if batch.rows > 32 else self.options.input_pages,
-        }
+        pages = 5 if batch.rows > 32 else self.options.input_pages
+        return table_row(variant, batch, l2, timing, input_pages=pages)
 
     def _add(self, to: list[Row], row: Row, **more: Any) -> None:
         to.append(row | more)

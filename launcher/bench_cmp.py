@@ -96,11 +96,11 @@ def measure(
     if not hopper_available():
         raise BackendUnavailable("bench cmp needs a Hopper GPU (compute capability 9.0)")
     from launcher import cmp_rows, cmp_studies
-    from launcher.bench_attention_pre import batch_of
+    from launcher.attention_rows import Copies, batch_of
     from megamoe.cmp.prefetch import Prefetch
 
     spec = ATTENTION_MODELS[model]
-    held = cmp_rows.Copies.make(spec, max(*kv, 512), copies)
+    held = Copies.make(spec, max(*kv, 512), copies)
     rows: list[dict[str, Any]] = []
     for m in tokens:
         for keys in kv:

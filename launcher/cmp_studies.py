@@ -12,9 +12,10 @@ from typing import Final
 
 import torch
 
-from launcher.bench_attention_pre import batch_of
-from launcher.cmp_rows import Copies, Row, plan_for, table_row, time_runs, time_single
+from launcher.attention_rows import Copies, Row, batch_of, table_row
+from launcher.cmp_rows import plan_for, time_runs, time_single
 from megamoe.attention_pre.data import random_caches, random_fp8_weight, random_inputs
+from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.op_graph import OpGraph
 from megamoe.attention_pre.stages import partition, subgraph
@@ -41,7 +42,7 @@ def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) 
         batch = batch_of(m, 512)
         plan = plan_for(subgraph(full, ["A0", "B0"]), batch)
         host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-        tensors = copies.tensors(plan, host)
+        tensors = copies.tensors(encode(plan).buffers, host)
         for wait in waits:
             tuning = with_wait({}, "B0p", wait)
             bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
@@ -87,7 +88,7 @@ def bench_counter(
     g = torch.Generator().manual_seed(0)
     w, w_scales = random_fp8_weight(hidden, inputs, g)
     host = {"w_o": w, "w_o_scales": w_scales, "norm": torch.ones(hidden).bfloat16()}
-    held = Copies(spec, host, [{n: t.cuda() for n, t in host.items()} for _ in range(copies)])
+    held = Copies.of(spec, host, copies)
     made = []
     for m in rows_of:
         batch = batch_of(m, 512)
@@ -99,7 +100,7 @@ def bench_counter(
             "scales": torch.ones(m, inputs // 128),
             "residual": torch.randn(m, hidden).bfloat16(),
         }
-        tensors = held.tensors(plan, given)
+        tensors = held.tensors(encode(plan).buffers, given)
         bounds = [BoundCmp(plan, t) for t in tensors]
         traced = [BoundCmp(plan, t, trace=True) for t in tensors]
         always = [("Op", "Of")]
@@ -127,7 +128,7 @@ def bench_prefixes(copies: Copies, batch: Batch) -> list[Row]:
     for i, name in enumerate(PREFIXES):
         for variant, names in (("prefix", PREFIXES[: i + 1]), ("alone", (name,))):
             plan = plan_for(subgraph(full, names), batch)
-            bounds = [BoundCmp(plan, t) for t in copies.tensors(plan, host)]
+            bounds = [BoundCmp(plan, t) for t in copies.tensors(encode(plan).buffers, host)]
             timing = time_runs(bounds, "branches_pdl")
             made.append(
                 table_row(f"branches_pdl {variant} {' '.join(names)}", batch, "cold", timing)

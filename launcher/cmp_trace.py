@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from launcher.attention_rows import Copies
 from launcher.attention_trace import STAMPS, chrome_trace, timeline_svg
-from launcher.cmp_rows import Copies, plan_for
+from launcher.cmp_rows import plan_for
 from megamoe.attention_pre.data import random_caches, random_inputs
+from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
 from megamoe.attention_pre.tiling import Batch
@@ -61,7 +63,7 @@ def save_trace(path: Path, copies: Copies, batch: Batch, mode: Mode) -> float:
     """
     plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    bounds = [BoundCmp(plan, t, trace=True) for t in copies.tensors(plan, host)]
+    bounds = [BoundCmp(plan, t, trace=True) for t in copies.tensors(encode(plan).buffers, host)]
     graphs = [CmpGraph([bound], mode) for bound in bounds]
     for _ in range(3):
         for graph in graphs:

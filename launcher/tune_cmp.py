@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from launcher.bench_attention_pre import batch_of
-from launcher.cmp_rows import Copies, plan_for, time_runs
+from launcher.attention_rows import Copies, batch_of
+from launcher.cmp_rows import plan_for, time_runs
 from megamoe.attention_pre.data import random_caches, random_inputs
+from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
 from megamoe.cmp.bound import TUNING, BoundCmp, Tuning
@@ -98,14 +99,16 @@ def tune(
     batch = batch_of(rows, kv)
     plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    tensors = copies.tensors(plan, host)
+    tensors = copies.tensors(encode(plan).buffers, host)
 
     def measure(setting: Setting, replays: int = 7) -> float:
         try:
             bounds = [
                 BoundCmp(plan, t, tuning=setting.tuning, prefetch=setting.prefetch) for t in tensors
             ]
-            return time_runs(bounds, "branches_pdl", launches=36, replays=replays, state=False).us
+            return time_runs(
+                bounds, "branches_pdl", launches=36, replays=replays, state=False
+            ).median_us
         except MegaMoeError as e:
             print(f"    {e}")
             return float("inf")

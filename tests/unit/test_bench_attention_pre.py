@@ -15,16 +15,8 @@ from typer.testing import CliRunner
 
 from launcher import bench_attention, bench_attention_pre
 from launcher.attention_contender import contender_rows
-from launcher.bench_attention_pre import (
-    MAX_ERROR,
-    Bench,
-    Options,
-    batch_of,
-    empty_frame,
-    floor_us,
-    measure,
-    with_splits,
-)
+from launcher.attention_rows import MAX_ERROR, Timing, batch_of, floor_us
+from launcher.bench_attention_pre import Bench, Options, empty_frame, measure, with_splits
 from launcher.cli import app
 from megamoe.attention_pre.check import check_instructions
 from megamoe.attention_pre.encode import encode, instruction_format
@@ -174,7 +166,7 @@ class FakeBench(Bench):
     """Plans for real, and measures nothing."""
 
     def __init__(self, spec, longest, copies):
-        self.spec, self.seen, self.worst = spec, [], 0.01
+        self.seen, self.worst = [], 0.01
 
     def kernel(self, planner, **options):
         self.seen.append(options)
@@ -193,7 +185,7 @@ def no_device(monkeypatch):
     monkeypatch.setattr(bench_attention_pre, "Bench", FakeBench)
     monkeypatch.setattr(bench_attention_pre, "BoundPlan", FakePlan)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    timing = bench_attention_pre.Timing(38.0, 39.0, 1980.0, 300.0, [])
+    timing = Timing(38.0, 39.0, 1980.0, 300.0, [])
     monkeypatch.setattr(bench_attention_pre, "time_graph", lambda launches, replays: timing)
 
 

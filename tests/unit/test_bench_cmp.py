@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from launcher.attention_rows import batch_of
 from launcher.attention_trace import chrome_trace, timeline_svg
-from launcher.bench_attention_pre import batch_of
 from launcher.cli import app
 from launcher.cmp_rows import merge_rows
 from launcher.cmp_studies import counter_graph
