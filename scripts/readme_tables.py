@@ -134,7 +134,7 @@ def moe_cpu() -> list[str]:
 
 VARIANTS = {
     "megakernel": "the megakernel",
-    "branches": "eight kernels in a graph, branches",
+    "branches": "eleven kernels in a graph, branches",
     "branches_pdl": "branches with PDL",
     "graph_rewrite": "graph rewritten",
     "manual_streams": "streams by hand",
