@@ -28,6 +28,7 @@ MAY_INCLUDE = {
     "moe": {"moe", "device", "include"},
     "attention_pre": {"attention_pre", "device", "include"},
     "cmp": {"cmp", "attention_pre", "device", "include"},
+    "pdl_chain": {"pdl_chain", "device", "include"},
     "cpu": {"cpu", "include"},
     "bindings": {"bindings", "cpu", "include"},
 }

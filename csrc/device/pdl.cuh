@@ -12,7 +12,8 @@ MEGAMOE_DEVICE void launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 // Returns when all kernels that this one directly depends on have ended and their stores are
-// visible to this grid; at once where it was launched without a programmatic dependence.
+// visible to this grid; at once where it was launched without a programmatic dependence. The
+// compiler moves no load above it.
 MEGAMOE_DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace megamoe::ptx

@@ -8,7 +8,7 @@
 //   PDL_CHAIN_STAMPS         time stamps of every CTA, for the gaps
 //   PDL_CHAIN_WAIT           0 leaves the wait out: the negative control of the check
 //   PDL_CHAIN_TRIGGER_FIRST  1 lets the next kernel start before this one has done anything
-#include "device/ptx.cuh"
+#include "device/pdl.cuh"
 
 #ifndef PDL_CHAIN_STAMPS
 #define PDL_CHAIN_STAMPS 0
@@ -52,15 +52,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     megamoe_pdl_layer(const __grid_constant__ LayerParams p) {
     uint64_t start = 0, ready = 0;
     if constexpr (PDL_CHAIN_STAMPS) start = ptx::now_ns();
-    if constexpr (PDL_CHAIN_TRIGGER_FIRST) asm volatile("griddepcontrol.launch_dependents;");
+    if constexpr (PDL_CHAIN_TRIGGER_FIRST) ptx::launch_dependents();
     const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
     float weight = 0.0f, bias = 0.0f;
     if (i < p.count) {
         weight = __ldg(p.weight + i);
         bias = __ldg(p.bias + i);
     }
-    // "memory": the compiler must not move the load of `in` above the wait.
-    if constexpr (PDL_CHAIN_WAIT) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if constexpr (PDL_CHAIN_WAIT) ptx::grid_wait();
     if constexpr (PDL_CHAIN_STAMPS) ready = ptx::now_ns();
     if (i < p.count) {
         // Never contracted to an fma, so that the CPU's result is the same to the bit. The
@@ -80,8 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         stamp(p, kReady, ready);
         stamp(p, kDone, done);
     }
-    if constexpr (!PDL_CHAIN_TRIGGER_FIRST)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if constexpr (!PDL_CHAIN_TRIGGER_FIRST) ptx::launch_dependents();
 }
 
 }  // namespace megamoe::pdl_chain
