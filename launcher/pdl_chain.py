@@ -19,7 +19,7 @@ import torch
 
 from megamoe import jit
 from megamoe.backends.base import hopper_available
-from megamoe.backends.cuda_driver import Kernel, Module
+from megamoe.backends.cuda_driver import Kernel, Module, check
 from megamoe.errors import BackendUnavailable, MegaMoeError
 
 __all__ = [
@@ -177,13 +177,6 @@ class Timing:
     host_us: float
 
 
-def _check(result: tuple[Any, ...], what: str) -> Any:
-    error, *values = result
-    if int(error) != 0:
-        raise MegaMoeError(f"{what}: {error}")
-    return values[0] if len(values) == 1 else tuple(values)
-
-
 class Chain:
     """Buffers of a chain on the current device, and its kernel.
 
@@ -291,18 +284,18 @@ class Launch:
         stream = self._chain.stream.cuda_stream
         local = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         torch.cuda.synchronize()
-        _check(runtime.cudaStreamBeginCapture(stream, local), "starting a capture")
+        check(runtime.cudaStreamBeginCapture(stream, local), "starting a capture")
         self._chain.enqueue(pdl=mode.pdl)
-        graph = _check(runtime.cudaStreamEndCapture(stream), "ending a capture")
-        count = _check(runtime.cudaGraphGetEdges(graph), "counting a graph's edges")[-1]
-        data = _check(runtime.cudaGraphGetEdges(graph, count), "reading a graph's edges")[2]
+        graph = check(runtime.cudaStreamEndCapture(stream), "ending a capture")
+        count = check(runtime.cudaGraphGetEdges(graph), "counting a graph's edges")[-1]
+        data = check(runtime.cudaGraphGetEdges(graph, count), "reading a graph's edges")[2]
         kinds = runtime.cudaGraphDependencyType
         programmatic = int(kinds.cudaGraphDependencyTypeProgrammatic)
         ahead = sum(int(data[i].type) == programmatic for i in range(count))
         self.edges = {"full": count - ahead, "programmatic": ahead}
-        self._exec = _check(runtime.cudaGraphInstantiate(graph, 0), "instantiating a graph")
-        _check(runtime.cudaGraphDestroy(graph), "freeing a graph")
-        return lambda: _check(runtime.cudaGraphLaunch(self._exec, stream), "replaying a graph")
+        self._exec = check(runtime.cudaGraphInstantiate(graph, 0), "instantiating a graph")
+        check(runtime.cudaGraphDestroy(graph), "freeing a graph")
+        return lambda: check(runtime.cudaGraphLaunch(self._exec, stream), "replaying a graph")
 
     def time(self, samples: int, forwards: int) -> Timing:
         """GPU spans with the host ahead, and forwards as the host sends them."""

@@ -10,10 +10,24 @@ from typing import Any
 
 from megamoe.errors import BackendUnavailable, MegaMoeError
 
-__all__ = ["Kernel", "Module", "copy_from_device", "copy_to_device", "fill_device", "tensor_map"]
+__all__ = [
+    "Kernel",
+    "Module",
+    "check",
+    "copy_from_device",
+    "copy_to_device",
+    "driver_api",
+    "fill_device",
+    "tensor_map",
+]
 
 
-def _driver() -> Any:
+def driver_api() -> Any:
+    """``cuda.bindings.driver``.
+
+    Raises:
+        BackendUnavailable: it is not installed.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as e:
@@ -23,7 +37,16 @@ def _driver() -> Any:
     return driver
 
 
-def _check(result: tuple[Any, ...], what: str) -> Any:
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """What a call of the driver or the runtime returned beside its status.
+
+    Args:
+        result: the status, then values.
+        what: was tried, for the message.
+
+    Raises:
+        MegaMoeError: the status is not success.
+    """
     error, *values = result
     if int(error) != 0:
         raise MegaMoeError(f"{what}: {error}")
@@ -37,12 +60,12 @@ class Module:
         from cuda.bindings import runtime
 
         # Makes the device's primary context current, where torch has not yet done so.
-        _check(runtime.cudaFree(0), "starting CUDA")
-        self._handle = _check(_driver().cuModuleLoadData(image), "loading a kernel")
+        check(runtime.cudaFree(0), "starting CUDA")
+        self._handle = check(driver_api().cuModuleLoadData(image), "loading a kernel")
 
     def function(self, name: str) -> Any:
         """A kernel of the module."""
-        return _check(_driver().cuModuleGetFunction(self._handle, name.encode()), name)
+        return check(driver_api().cuModuleGetFunction(self._handle, name.encode()), name)
 
 
 class Kernel:
@@ -62,13 +85,13 @@ class Kernel:
         cooperative: bool = False,
         programmatic: bool = False,
     ) -> None:
-        driver = _driver()
+        driver = driver_api()
         self._module = module
         self._function = module.function(name)
         self._name = name
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), name)
+            check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), name)
         self._config = driver.CUlaunchConfig()
         self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = threads, 1, 1
@@ -109,7 +132,7 @@ class Kernel:
             self._stream = self._config.hStream = stream
         error = self._launch(self._address, self._entry, ctypes.addressof(self._pointers), None)
         if error:
-            name = _driver().CUresult(error).name
+            name = driver_api().CUresult(error).name
             raise MegaMoeError(f"launching {self._name} on {grid} CTAs: {name}")
 
 
@@ -122,13 +145,13 @@ def tensor_map(
     element_bytes: int,
 ) -> bytes:
     """A 2D map of contiguous rows, boxes of ``(columns, rows)``, 128-byte swizzle: 128 bytes."""
-    driver = _driver()
+    driver = driver_api()
     kind = driver.CUtensorMapDataType
     dtype = {
         1: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     }[element_bytes]
-    encoded = _check(
+    encoded = check(
         driver.cuTensorMapEncodeTiled(
             dtype,
             2,
@@ -149,18 +172,18 @@ def tensor_map(
 
 def copy_to_device(address: int, data: bytes) -> None:
     """Writes bytes to device memory, own or a mapped peer's; returns when they are there."""
-    _check(_driver().cuMemcpyHtoD(address, data, len(data)), "writing to a window")
+    check(driver_api().cuMemcpyHtoD(address, data, len(data)), "writing to a window")
 
 
 def copy_from_device(address: int, nbytes: int) -> bytes:
     """Reads bytes of device memory."""
     buffer = bytearray(nbytes)
     target = (ctypes.c_char * nbytes).from_buffer(buffer)
-    _check(_driver().cuMemcpyDtoH(ctypes.addressof(target), address, nbytes), "reading a window")
+    check(driver_api().cuMemcpyDtoH(ctypes.addressof(target), address, nbytes), "reading a window")
     return bytes(buffer)
 
 
 def fill_device(address: int, nbytes: int) -> None:
     """Zeroes device memory; returns when it is done."""
-    _check(_driver().cuMemsetD8(address, 0, nbytes), "clearing a window")
-    _check(_driver().cuCtxSynchronize(), "clearing a window")
+    check(driver_api().cuMemsetD8(address, 0, nbytes), "clearing a window")
+    check(driver_api().cuCtxSynchronize(), "clearing a window")

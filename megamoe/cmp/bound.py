@@ -17,7 +17,7 @@ from megamoe.attention_pre.encode import encode, operand_table
 from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.tiling import Specialization
 from megamoe.backends.attention_operands import check_tensor, mapped_rows, stage_maps
-from megamoe.backends.cuda_driver import Module
+from megamoe.backends.cuda_driver import Module, check, driver_api
 from megamoe.cmp.dag import Edge, data_edges
 from megamoe.cmp.kernels import (
     Part,
@@ -111,8 +111,7 @@ def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait) -> _Loaded:
     """A compiled kernel on the current device; loaded once."""
     key = torch.cuda.current_device(), kernel.specialization, kernel.part, shape, wait
     if key not in _LOADED:
-        from cuda.bindings import driver
-
+        driver = driver_api()
         cubin = compile_kernel(kernel.specialization, kernel.part, shape, wait=wait)
         if cubin.constant("megamoe_cmp_param_bytes") != ctypes.sizeof(_CmpParams):
             raise MegaMoeError("the kernel's parameters are not those of megamoe/cmp/bound.py")
@@ -125,9 +124,8 @@ def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait) -> _Loaded:
             # All of it, so that kernels side by side do not ask for other splits of L1.
             (names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
         ):
-            (error,) = driver.cuFuncSetAttribute(function, attribute, value)
-            if int(error) != 0:
-                raise MegaMoeError(f"{kernel.name}: {shared} bytes of shared memory: {error}")
+            what = f"{kernel.name}: {shared} bytes of shared memory"
+            check(driver.cuFuncSetAttribute(function, attribute, value), what)
         _LOADED[key] = _Loaded(module, function, cubin.constant("megamoe_cmp_threads"), shared)
     return _LOADED[key]
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Final, Literal
 
+from megamoe.backends.cuda_driver import check, driver_api
 from megamoe.cmp.bound import BoundCmp, BoundKernel
 from megamoe.cmp.dag import Edge, chain, leaves, streams
-from megamoe.errors import MegaMoeError, SpecError
+from megamoe.errors import SpecError
 
 __all__ = ["MODES", "CmpGraph", "Mode"]
 
@@ -43,48 +44,56 @@ MODES: Final[tuple[Mode, ...]] = (
 )
 
 
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _check(result: tuple[Any, ...], what: str) -> Any:
-    error, *values = result
-    if int(error) != 0:
-        raise MegaMoeError(f"{what}: {error}")
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def _attribute(name: str, field: str, value: Any) -> Any:
-    driver = _driver()
+def _attribute(name: str) -> Any:
+    driver = driver_api()
     attribute = driver.CUlaunchAttribute()
     attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-    setattr(attribute.value, field, value)
+    return attribute
+
+
+def _priority(value: int) -> Any:
+    attribute = _attribute("PRIORITY")
+    attribute.value.priority = value
+    return attribute
+
+
+def _serial() -> Any:
+    """May begin before the kernel ahead of it on its stream has ended."""
+    attribute = _attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _announces(event: Any) -> Any:
+    """Its ``launch_dependents`` records an event, which other streams may wait for."""
+    attribute = _attribute("PROGRAMMATIC_EVENT")
+    attribute.value.programmaticEvent.event = event
+    attribute.value.programmaticEvent.flags = 0
+    attribute.value.programmaticEvent.triggerAtBlockStart = 0
     return attribute
 
 
 def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
-    driver = _driver()
+    driver = driver_api()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = bound.kernel.ctas, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = bound.threads, 1, 1
     config.sharedMemBytes = bound.shared_bytes
     config.hStream = stream
-    every = [_attribute("PRIORITY", "priority", bound.priority), *attributes]
+    every = [_priority(bound.priority), *attributes]
     config.attrs = every
     config.numAttrs = len(every)
-    _check(
+    check(
         driver.cuLaunchKernelEx(config, bound.function, bound.pointers, 0),
         f"launching {bound.kernel.name} on {bound.kernel.ctas} CTAs",
     )
 
 
 def _edge_data(programmatic: bool) -> Any:
-    data = _driver().CUgraphEdgeData()
+    data = driver_api().CUgraphEdgeData()
     if programmatic:
         data.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-        data.type = _driver().CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        data.type = driver_api().CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
     return data
 
 
@@ -113,7 +122,7 @@ class CmpGraph:
     ) -> None:
         if mode not in MODES:
             raise SpecError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
-        driver = _driver()
+        driver = driver_api()
         self.mode = mode
         self._programmatic = programmatic
         self._runs = list(runs)  # kept alive
@@ -132,7 +141,7 @@ class CmpGraph:
             else:
                 self._graph = self._build()
                 self._connect()
-            self._exec = _check(driver.cuGraphInstantiate(self._graph, 0), f"instantiating {mode}")
+            self._exec = check(driver.cuGraphInstantiate(self._graph, 0), f"instantiating {mode}")
         finally:
             for event in self._events:
                 driver.cuEventDestroy(event)
@@ -143,31 +152,29 @@ class CmpGraph:
     # ------------------------------------------------------------ making
 
     def _stream(self) -> Any:
-        driver = _driver()
+        driver = driver_api()
         flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._streams.append(_check(driver.cuStreamCreate(flag), "a stream"))
+        self._streams.append(check(driver.cuStreamCreate(flag), "a stream"))
         return self._streams[-1]
 
     def _event(self) -> Any:
-        driver = _driver()
+        driver = driver_api()
         flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._events.append(_check(driver.cuEventCreate(flag), "an event"))
+        self._events.append(check(driver.cuEventCreate(flag), "an event"))
         return self._events[-1]
 
     def _begin(self, stream: Any) -> None:
-        mode = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _check(_driver().cuStreamBeginCapture(stream, mode), "capturing")
+        mode = driver_api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver_api().cuStreamBeginCapture(stream, mode), "capturing")
 
     def _last_node(self, stream: Any) -> Any:
         """The node that the last launch on a capturing stream became."""
-        found = _check(_driver().cuStreamGetCaptureInfo(stream), "the capture's state")
+        found = check(driver_api().cuStreamGetCaptureInfo(stream), "the capture's state")
         return found[3][0]
 
     def _capture_chain(self, *, programmatic: bool) -> Any:
         stream = self._stream()
-        serial = _attribute(
-            "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1
-        )
+        serial = _serial()
         self._begin(stream)
         for run in self._runs:
             made = []
@@ -175,11 +182,11 @@ class CmpGraph:
                 _launch(bound, stream, [serial] if programmatic and i > 0 else [])
                 made.append(self._last_node(stream))
             self.nodes.append(made)
-        return _check(_driver().cuStreamEndCapture(stream), "the end of a capture")
+        return check(driver_api().cuStreamEndCapture(stream), "the end of a capture")
 
     def _build(self) -> Any:
-        driver = _driver()
-        graph = _check(driver.cuGraphCreate(0), "a graph")
+        driver = driver_api()
+        graph = check(driver.cuGraphCreate(0), "a graph")
         for run in self._runs:
             made = []
             for bound in run.kernels:
@@ -190,11 +197,11 @@ class CmpGraph:
                 params.sharedMemBytes = bound.shared_bytes
                 params.kernelParams = bound.pointers
                 name = bound.kernel.name
-                node = _check(driver.cuGraphAddKernelNode(graph, [], 0, params), f"node {name}")
+                node = check(driver.cuGraphAddKernelNode(graph, [], 0, params), f"node {name}")
                 priority = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
                 value = driver.CUkernelNodeAttrValue()
                 value.priority = bound.priority
-                _check(
+                check(
                     driver.cuGraphKernelNodeSetAttribute(node, priority, value),
                     f"the priority of {name}",
                 )
@@ -206,8 +213,8 @@ class CmpGraph:
         begin, end, data, count = self._get_edges()
         if count == 0:
             return
-        _check(
-            _driver().cuGraphRemoveDependencies(self._graph, begin, end, data, count),
+        check(
+            driver_api().cuGraphRemoveDependencies(self._graph, begin, end, data, count),
             "removing a capture's edges",
         )
 
@@ -237,17 +244,15 @@ class CmpGraph:
                     data.append(_edge_data(False))
         if not begin:
             return
-        _check(
-            _driver().cuGraphAddDependencies(self._graph, begin, end, data, len(begin)),
+        check(
+            driver_api().cuGraphAddDependencies(self._graph, begin, end, data, len(begin)),
             "adding edges",
         )
 
     def _capture_streams(self) -> Any:
         """Consumers on their producer's stream follow it there; others wait for its event."""
-        driver = _driver()
-        serial = _attribute(
-            "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed", 1
-        )
+        driver = driver_api()
+        serial = _serial()
         main = self._stream()
         self._begin(main)
         for run in self._runs:
@@ -264,34 +269,29 @@ class CmpGraph:
                     if place[p] == place[i]:
                         attributes.append(serial)
                     else:
-                        _check(
+                        check(
                             driver.cuStreamWaitEvent(made[place[i]], ready[p], 0),
                             f"{bound.kernel.name} waiting for {run.kernels[p].kernel.name}",
                         )
                 if any(place[c] != place[i] for p, c in run.edges if p == i):
                     ready[i] = self._event()
-                    attribute = _attribute("PRIORITY", "priority", 0)
-                    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT
-                    attribute.value.programmaticEvent.event = ready[i]
-                    attribute.value.programmaticEvent.flags = 0
-                    attribute.value.programmaticEvent.triggerAtBlockStart = 0
-                    attributes.append(attribute)
+                    attributes.append(_announces(ready[i]))
                 _launch(bound, made[place[i]], attributes)
                 self.nodes[-1].append(self._last_node(made[place[i]]))
             for i in leaves(len(run.kernels), run.edges):
                 if place[i] == 0:
                     continue
                 done = self._event()
-                _check(driver.cuEventRecord(done, made[place[i]]), "an event")
-                _check(driver.cuStreamWaitEvent(made[0], done, 0), "joining a branch")
-        return _check(driver.cuStreamEndCapture(main), "the end of a capture")
+                check(driver.cuEventRecord(done, made[place[i]]), "an event")
+                check(driver.cuStreamWaitEvent(made[0], done, 0), "joining a branch")
+        return check(driver.cuStreamEndCapture(main), "the end of a capture")
 
     # ------------------------------------------------------------ what it is
 
     def _get_edges(self) -> tuple[list[Any], list[Any], list[Any], int]:
-        driver = _driver()
+        driver = driver_api()
         most = sum(len(n) for n in self.nodes) * 8
-        begin, end, data, count = _check(driver.cuGraphGetEdges(self._graph, most), "the edges")
+        begin, end, data, count = check(driver.cuGraphGetEdges(self._graph, most), "the edges")
         return list(begin)[:count], list(end)[:count], list(data)[:count], int(count)
 
     def _read_edges(self) -> list[tuple[int, str, str, bool]]:
@@ -321,13 +321,11 @@ class CmpGraph:
 
     def launch(self, stream: int) -> None:
         """Enqueues all runs on a stream, given by its handle."""
-        (error,) = _driver().cuGraphLaunch(self._exec, stream)
-        if int(error) != 0:
-            raise MegaMoeError(f"launching {self.mode}: {error}")
+        check(driver_api().cuGraphLaunch(self._exec, stream), f"launching {self.mode}")
 
     def close(self) -> None:
         """Frees the graph; runs on the device must have ended."""
         if self._exec is not None:
-            _driver().cuGraphExecDestroy(self._exec)
-            _driver().cuGraphDestroy(self._graph)
+            driver_api().cuGraphExecDestroy(self._exec)
+            driver_api().cuGraphDestroy(self._graph)
             self._exec = None

@@ -220,7 +220,7 @@ def test_streams_follow_one_producer_each():
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_its_edges(mode, count, monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(graphs, "_driver", lambda: fake)
+    monkeypatch.setattr(graphs, "driver_api", lambda: fake)
     parts = kernels()
     runs = [run_of(parts) for _ in range(count)]
     graph = CmpGraph(runs, mode)
@@ -247,7 +247,7 @@ def test_three_ways_make_the_same_graph(mode, monkeypatch):
     made = []
     for way in ("branches_pdl", mode):
         fake = FakeDriver()
-        monkeypatch.setattr(graphs, "_driver", lambda fake=fake: fake)
+        monkeypatch.setattr(graphs, "driver_api", lambda fake=fake: fake)
         graph = CmpGraph([run_of(kernels()) for _ in range(3)], way)
         name = {
             int(node): (r, ORDER[i])
@@ -260,7 +260,7 @@ def test_three_ways_make_the_same_graph(mode, monkeypatch):
 
 def test_chosen_edges_are_programmatic(monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(graphs, "_driver", lambda: fake)
+    monkeypatch.setattr(graphs, "driver_api", lambda: fake)
     chosen = [("A0", "B0p"), ("D0", "D2")]
     graph = CmpGraph([run_of(kernels())], "branches_pdl", programmatic=chosen)
     assert [(a, b) for _, a, b, kind in graph.edges if kind] == chosen
