@@ -15,7 +15,6 @@ import importlib.metadata
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -35,9 +34,10 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
 from megamoe.errors import SpecError
-from megamoe.spec import MODELS, MoESpec, WeightDtype
+from megamoe.spec import MODELS
 
 if TYPE_CHECKING:
     from launcher.moe_rows import BenchOptions
@@ -136,7 +136,7 @@ def command(
         return [
             BenchOptions(
                 model=name,
-                spec=_spec(name, experts, weight_dtype),
+                spec=published_layer(name, experts=experts, weight_dtype=weight_dtype),
                 cases=cases,
                 against=_against(against, group.device),
                 block_m=block_m,
@@ -162,14 +162,6 @@ def command(
         backend=backend,
         debug=debug,
     )
-
-
-def _spec(model: str, experts: int | None, weight_dtype: str) -> MoESpec:
-    """The routed part of a published layer."""
-    if model not in MODELS:
-        raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-    spec = replace(MODELS[model], num_shared=0, weight_dtype=cast("WeightDtype", weight_dtype))
-    return spec if experts is None else replace(spec, num_experts=experts)
 
 
 def _cases(

@@ -30,6 +30,7 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS, EpConfig, MoESpec
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from megamoe.layer import Backend, MoELayer
     from megamoe.telemetry import Reading
 
-__all__ = ["VARIANTS", "command", "summary"]
+__all__ = ["VARIANTS", "command", "measure", "summary"]
 
 VARIANTS: Final = ("overlapped", "full_rings", "phased", "traced")
 _PERIOD_S: Final = 0.02
@@ -77,12 +78,14 @@ def command(
     """Power, clocks and energy per token of a layer under load, overlapped and phase by phase."""
 
     def work(group: Group) -> int:
-        spec = group.together(lambda: _spec(model, experts, hidden, inter))
+        spec = group.together(
+            lambda: published_layer(model, experts=experts, hidden=hidden, inter=inter)
+        )
         names = group.together(lambda: _variants(variant, group.device))
         rows = [
             row
             for count in tokens or [8192]
-            for row in _measure(
+            for row in measure(
                 group, spec, model, count, names, seconds, rounds, seed, cast("Backend", backend)
             )
         ]
@@ -96,18 +99,6 @@ def command(
         default_ranks=1,
         backend=backend,
         debug=debug,
-    )
-
-
-def _spec(model: str, experts: int | None, hidden: int | None, inter: int | None) -> MoESpec:
-    if model not in MODELS:
-        raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-    spec = replace(MODELS[model], num_shared=0)
-    return replace(
-        spec,
-        num_experts=experts or spec.num_experts,
-        hidden=hidden or spec.hidden,
-        inter=inter or spec.inter,
     )
 
 
@@ -138,7 +129,7 @@ class _Variant:
     readings: list[tuple[float, Reading]] = field(default_factory=list)
 
 
-def _measure(
+def measure(
     group: Group,
     spec: MoESpec,
     model: str,
@@ -149,7 +140,19 @@ def _measure(
     seed: int,
     backend: Backend,
 ) -> list[dict[str, Any]]:
-    """Collective: a row per variant."""
+    """Collective: a row per variant.
+
+    Args:
+        group: of the ranks.
+        spec: the layer.
+        model: its name in the rows.
+        tokens: per rank.
+        names: of ``VARIANTS``.
+        seconds: length of a turn.
+        rounds: turns of each variant.
+        seed: of weights, activations and routes.
+        backend: of the layer.
+    """
     import torch
 
     from launcher.workloads import random_activations, route

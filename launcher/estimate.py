@@ -23,8 +23,9 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from megamoe.errors import SpecError
-from megamoe.spec import MAX_RANKS, MODELS, MoESpec
+from megamoe.spec import MAX_RANKS, MODELS
 
 if TYPE_CHECKING:
     from launcher.estimates import Figure, Machine
@@ -139,7 +140,7 @@ def overlap(
     with errors_to_exit(debug=debug):
         from launcher.estimates import overlap as bound
 
-        spec, machine = _spec(model), _machine(link_gbs, tflops, 0.0)
+        spec, machine = published_layer(model), _machine(link_gbs, tflops, 0.0)
         sizes = _numbers("--ranks", ranks, MAX_RANKS)
         columns = {r: bound(spec, r, machine) for r in sizes}
         _show(f"{model} on {machine.name}", "EP", columns, as_json=as_json)
@@ -162,7 +163,10 @@ def roofline(
         from launcher.estimates import load
         from launcher.estimates import roofline as bounds
 
-        spec, machine = _spec(model, experts), _machine(link_gbs, tflops, read_tbs)
+        spec, machine = (
+            published_layer(model, experts=experts),
+            _machine(link_gbs, tflops, read_tbs),
+        )
         counts = _numbers("--tokens", tokens, 1 << 24)
         columns = {t: bounds(load(spec, ranks, t), machine) for t in counts}
         _show(f"{model}, EP{ranks} on {machine.name}", "T", columns, as_json=as_json)
@@ -201,7 +205,7 @@ def moe(
         if rows is not None:
             _show_error(rows, machine, coefficients, str(against), as_json=as_json)
             return
-        spec = _spec(model, experts)
+        spec = published_layer(model, experts=experts)
         sizes = _numbers("--ranks", ranks, MAX_RANKS)
         counts = _numbers("--tokens", tokens, 1 << 24)
         found = {
@@ -240,13 +244,6 @@ def moe(
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def _spec(model: str, experts: int = 0) -> MoESpec:
-    if model not in MODELS:
-        raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-    spec = replace(MODELS[model], num_shared=0)
-    return replace(spec, num_experts=experts) if experts else spec
 
 
 def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:

@@ -22,6 +22,7 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS, MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
 
@@ -250,10 +251,7 @@ def _spec(
 ) -> MoESpec:
     dtype = cast("WeightDtype", weight_dtype)
     if model is not None:
-        if model not in MODELS:
-            raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-        spec = replace(MODELS[model], weight_dtype=dtype)
-        return spec if shared is None else replace(spec, num_shared=shared)
+        return published_layer(model, shared=shared, weight_dtype=weight_dtype)
     if hidden is None or inter is None or experts is None or topk is None:
         raise SpecError("give --model, or all of --hidden, --inter, --experts and --topk")
     return MoESpec(

@@ -28,9 +28,9 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
-from megamoe.errors import SpecError
-from megamoe.spec import MODELS, EpConfig, MoESpec, WeightDtype
+from megamoe.spec import MODELS, EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from launcher.moe_perfetto import MeteredSample
@@ -80,7 +80,11 @@ def command(
     os.environ["MEGAMOE_TRACE"] = "1"
 
     def work(group: Group) -> int:
-        spec = group.together(lambda: _spec(model, experts, hidden, inter, weight_dtype))
+        spec = group.together(
+            lambda: published_layer(
+                model, experts=experts, hidden=hidden, inter=inter, weight_dtype=weight_dtype
+            )
+        )
         config = EpConfig(
             num_ranks=group.num_ranks,
             max_tokens=1,
@@ -104,20 +108,6 @@ def command(
         default_ranks=2,
         backend=backend,
         debug=debug,
-    )
-
-
-def _spec(
-    model: str, experts: int | None, hidden: int | None, inter: int | None, dtype: str
-) -> MoESpec:
-    if model not in MODELS:
-        raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-    spec = replace(MODELS[model], num_shared=0, weight_dtype=cast("WeightDtype", dtype))
-    return replace(
-        spec,
-        num_experts=experts or spec.num_experts,
-        hidden=hidden or spec.hidden,
-        inter=inter or spec.inter,
     )
 
 

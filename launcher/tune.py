@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -28,8 +28,8 @@ from launcher.console import (
     stdout,
     table,
 )
+from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
-from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
 if TYPE_CHECKING:
@@ -84,12 +84,8 @@ def command(
     def options() -> TuneOptions:
         from launcher.tuner import TuneOptions
 
-        if model not in MODELS:
-            raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
-        changed: dict[str, Any] = {"num_experts": experts, "num_shared": shared}
-        given = {name: value for name, value in changed.items() if value is not None}
         return TuneOptions(
-            spec=replace(MODELS[model], weight_dtype=cast("Any", weight_dtype), **given),
+            spec=published_layer(model, experts=experts, shared=shared, weight_dtype=weight_dtype),
             max_tokens=max_tokens,
             tokens=sorted(set(tokens or [max(1, max_tokens // 64), max_tokens])),
             routing=routing,

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from launcher.gpu_contenders import GpuBatch, GpuWeights, OurKernel
 from launcher.gpu_timing import GpuTimer
+from launcher.models import published_layer
 from launcher.ranks import Group, process_group
 from launcher.workloads import random_activations, route
 from megamoe.reference.quant import quantize_1x128
@@ -84,8 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.stamps:
         os.environ["MEGAMOE_TRACE"] = "1"
-    spec = replace(MODELS[options.model], num_shared=0)
-    spec = replace(spec, num_experts=options.experts or spec.num_experts)
+    spec = published_layer(options.model, experts=options.experts)
     with process_group(int(os.environ["WORLD_SIZE"]), "cuda") as group:
         timer, weights = GpuTimer(group), GpuWeights(group, spec, 1)
         for tokens in map(int, options.tokens.split(",")):

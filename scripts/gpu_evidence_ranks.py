@@ -15,19 +15,19 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from launcher.bench_power import VARIANTS, _measure
+from launcher.bench_power import VARIANTS, measure
 from launcher.meta import run_meta
+from launcher.models import published_layer
 from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
 from launcher.moe_trace import trace_figures, trace_problems
 from launcher.ranks import process_group
 from launcher.trace_moe import trace_call, write_trace
-from megamoe.spec import MODELS, EpConfig
+from megamoe.spec import EpConfig
 from megamoe.telemetry import Sampler
 
 
@@ -44,12 +44,8 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--backend", default="cuda")
     options = parser.parse_args()
-    spec = replace(MODELS[options.model], num_shared=0)
-    spec = replace(
-        spec,
-        num_experts=options.experts or spec.num_experts,
-        hidden=options.hidden or spec.hidden,
-        inter=options.inter or spec.inter,
+    spec = published_layer(
+        options.model, experts=options.experts, hidden=options.hidden, inter=options.inter
     )
     size = int(os.environ.get("WORLD_SIZE", "1"))
     os.environ.setdefault("RANK", "0")
@@ -94,7 +90,7 @@ def main() -> None:
         rows = []
         for tokens in map(int, options.tokens.split(",")):
             seconds = options.seconds if tokens >= 1024 else options.seconds / 4
-            rows += _measure(
+            rows += measure(
                 group, spec, options.model, tokens, options.variants.split(","), seconds,
                 options.rounds, 1, options.backend,
             )  # fmt: skip

@@ -13,13 +13,14 @@ import argparse
 import json
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from launcher.meta import run_meta
+from launcher.models import published_layer
 from launcher.ranks import Group, process_group
 from launcher.tuner import TuneOptions, tune
-from megamoe.spec import MODELS, MoESpec
+from megamoe.spec import MoESpec
 from megamoe.telemetry import Sampler
 
 # Name, layer, experts on a rank, T_max, tokens that matter. With one rank, T tokens of E local
@@ -35,7 +36,7 @@ TINY = [("tiny", 8, 64, [1, 64])]
 def layer(name: str, experts: int) -> MoESpec:
     if name == "tiny":
         return MoESpec(hidden=256, inter=128, num_experts=experts, topk=2)
-    return replace(MODELS[name], num_experts=experts, num_shared=0)
+    return published_layer(name, experts=experts)
 
 
 def run(group: Group, output: Path | None, backend: str, limit_s: float, tiny: bool) -> None:
