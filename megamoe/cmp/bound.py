@@ -66,8 +66,8 @@ TUNING: Final[Mapping[str, Tuning]] = {
     "C0": Tuning(priority=-3, weight_pages=4),
     "D0": Tuning(weight_pages=6),
 }
-"""By kernel name; others take ``Tuning()``. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys, in
-the 22 s that there were: D0 with more pages was not tried."""
+"""By kernel name; others take ``Tuning()``. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys
+(``docs/cmp.md``); D0 with more pages was not tried."""
 
 
 class _CmpParams(ctypes.Structure):
