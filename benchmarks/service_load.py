@@ -368,12 +368,10 @@ def bare(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from launcher.ranks import device_of
-    from launcher.serving.rank import _gpu_uuid
+    from launcher.ranks import device_of, sampler_of
     from launcher.serving.source import random_spec
     from megamoe.layer import open_layer
     from megamoe.spec import EpConfig
-    from megamoe.telemetry import Sampler
     from megamoe.weights import random_experts
     from service.batching import rank_rows
 
@@ -412,7 +410,7 @@ def bare(args: argparse.Namespace) -> None:
             inputs = tensors(n)
             times[n] = [call(inputs)[0] for _ in range(args.calls + 10)][10:]
         for block in range(BLOCKS):
-            sampler = Sampler(_gpu_uuid(device))
+            sampler = sampler_of(device)
             if block % 2:
                 sampler.start(lambda _: None, period_s=1 / OFTEN)
             # Rank 0's clock counts: all ranks make the same number of calls.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.estimates import H200
+from launcher.ranks import sampler_of
 from megamoe.attention_pre.data import random_weights
 from megamoe.attention_pre.plan import Buffer
 from megamoe.attention_pre.tiling import Batch
@@ -24,7 +25,6 @@ from megamoe.backends.attention_operands import TORCH_DTYPES
 from megamoe.errors import MegaMoeError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import AttentionPreSpec
-from megamoe.telemetry import Sampler
 
 __all__ = [
     "MAX_ERROR",
@@ -196,7 +196,7 @@ def time_replays(
         return Timing(median, p99, None, None, None)
     for i in range(50):  # enough to look at the clocks meanwhile
         launch(i)
-    reading = Sampler(torch.cuda.current_device()).read()
+    reading = sampler_of(f"cuda:{torch.cuda.current_device()}").read()
     torch.cuda.synchronize()
     clock, events = reading.values.get("sm_clock_hertz"), reading.clocks_events
     return Timing(

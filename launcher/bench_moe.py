@@ -35,7 +35,7 @@ from launcher.console import (
     table,
 )
 from launcher.models import published_layer
-from launcher.ranks import Group, run_in_group
+from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
@@ -256,9 +256,7 @@ def _meta(group: Group, backend: str, device: str) -> dict[str, Any]:
         load_average=[round(load, 2) for load in os.getloadavg()],
     )
     if backend == "cuda":
-        from megamoe.telemetry import Sampler
-
-        values = Sampler(0).read().values
+        values = sampler_of(group.device).read().values
         meta |= {
             "num_gpus": group.num_ranks,
             "sgl_deep_gemm": _version("sgl-deep-gemm"),
@@ -327,7 +325,7 @@ def _print(found: dict[str, Any], output: Path | None) -> None:
         "CPU ms",
         "error",
         "allowed",
-        "ours is",
+        "ours faster",
     )
     for row in rows:
         mine = row["contenders"]["megamoe"]["times"]
@@ -343,7 +341,7 @@ def _print(found: dict[str, Any], output: Path | None) -> None:
                 f"{times['cpu_us'] / 1e3:.2f}" if times else "—",
                 f"{check['rel_err']:.1e}" if check else "—",
                 f"{check['allowed']:.1e}" if check else "—",
-                "" if name == "megamoe" else f"{ratio:.2f}× as fast" if ratio else "—",
+                "" if name == "megamoe" else f"{ratio:.2f}×" if ratio else "—",
             )
         shown.add_section()
     stdout.print(shown)

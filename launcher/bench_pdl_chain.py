@@ -138,9 +138,9 @@ def _state(launch: Any) -> dict[str, Any]:
     """Clocks and power while forwards run."""
     import torch
 
-    from megamoe.telemetry import Sampler
+    from launcher.ranks import sampler_of
 
-    sampler = Sampler(torch.cuda.current_device())
+    sampler = sampler_of(f"cuda:{torch.cuda.current_device()}")
     for _ in range(20):
         launch()
     reading = sampler.read()

@@ -31,7 +31,7 @@ from launcher.console import (
     table,
 )
 from launcher.models import published_layer
-from launcher.ranks import Group, run_in_group
+from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS, EpConfig, MoESpec
 
@@ -156,7 +156,6 @@ def measure(
     import torch
 
     from launcher.workloads import random_activations, route
-    from megamoe.telemetry import Sampler
     from megamoe.weights import random_experts
 
     device = torch.device(group.device)
@@ -165,7 +164,7 @@ def measure(
         lambda: route("uniform", spec, group.num_ranks, group.rank, tokens, seed)
     )
     ids, weight = (t.to(device).contiguous() for t in routes)
-    sampler = Sampler(device.index or 0 if device.type == "cuda" else None)
+    sampler = sampler_of(group.device)
     opened: list[_Variant] = []
     try:
         for name in names:

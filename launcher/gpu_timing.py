@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from launcher.ranks import Group
+from launcher.ranks import Group, sampler_of
 from launcher.timing import Times, times
-from megamoe.telemetry import Reading, Sampler
+from megamoe.telemetry import Reading
 
 __all__ = ["GpuTimer", "Sustained"]
 
@@ -49,8 +49,7 @@ class GpuTimer:
         self._group = group
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._one = torch.zeros(1, device="cuda")
-        uuid = getattr(torch.cuda.get_device_properties(group.device), "uuid", None)
-        self.sampler = Sampler(f"GPU-{uuid}" if uuid is not None else torch.cuda.current_device())
+        self.sampler = sampler_of(group.device)
 
     def _meet(self) -> None:
         """On the stream."""

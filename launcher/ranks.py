@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from megamoe.layer import Backend
+    from megamoe.telemetry import Sampler
 
 __all__ = [
     "Group",
@@ -32,6 +33,7 @@ __all__ = [
     "device_of",
     "process_group",
     "run_in_group",
+    "sampler_of",
     "torchrun",
 ]
 
@@ -259,6 +261,21 @@ def device_of(local_rank: int, backend: str) -> str:
     device = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return "cpu" if choose_backend(cast("Backend", backend)) == "cpu" else device
+
+
+def sampler_of(device: str) -> Sampler:
+    """The sensors of a rank's GPU, found by UUID: NVML also counts GPUs that are hidden from torch.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda:N"``.
+    """
+    from megamoe.telemetry import Sampler
+
+    if device == "cpu":
+        return Sampler(None)
+    import torch
+
+    return Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 @contextmanager

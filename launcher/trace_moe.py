@@ -29,13 +29,14 @@ from launcher.console import (
     table,
 )
 from launcher.models import published_layer
-from launcher.ranks import Group, run_in_group
+from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.spec import MODELS, EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from launcher.moe_perfetto import MeteredSample
     from megamoe.backends.trace import LayerTrace
     from megamoe.layer import Backend
+    from megamoe.telemetry import Reading
 
 __all__ = ["command", "trace_call", "write_trace"]
 
@@ -142,14 +143,12 @@ def trace_call(
 
     from launcher.workloads import random_activations, route, tokens_per_rank
     from megamoe.layer import open_layer
-    from megamoe.telemetry import Reading, Sampler
     from megamoe.weights import random_experts
 
     counts = group.together(lambda: tokens_per_rank(tokens, group.num_ranks, seed))
     config = replace(config, max_tokens=max(1, *counts))
     device = torch.device(group.device)
-    on_gpu = device.type == "cuda"
-    sampler = Sampler(device.index or 0 if on_gpu else None)
+    sampler = sampler_of(group.device)
     read: list[tuple[float, dict[str, float]]] = []
 
     def keep(reading: Reading) -> None:

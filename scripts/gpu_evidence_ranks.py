@@ -25,10 +25,9 @@ from launcher.models import published_layer
 from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
 from launcher.moe_trace import trace_figures, trace_problems
-from launcher.ranks import process_group
+from launcher.ranks import process_group, sampler_of
 from launcher.trace_moe import trace_call, write_trace
 from megamoe.spec import EpConfig
-from megamoe.telemetry import Sampler
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
         meta = {}
         if group.first:
-            limit = Sampler(0 if options.backend != "cpu" else None).read().values
+            limit = sampler_of(group.device).read().values
             meta = run_meta(
                 command=f"torchrun --nproc-per-node {size} {' '.join(sys.argv)}",
                 power=f"as found; enforced limit {limit.get('power_limit_watts')} W",

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from launcher.meta import run_meta
 from launcher.models import published_layer
-from launcher.ranks import Group, process_group
+from launcher.ranks import Group, process_group, sampler_of
 from launcher.tuner import TuneOptions, tune
 from megamoe.spec import MoESpec
-from megamoe.telemetry import Sampler
 
 # Name, layer, experts on a rank, T_max, tokens that matter. With one rank, T tokens of E local
 # experts are what a rank of R sees of T/R tokens per rank and R·E experts.
@@ -62,7 +61,7 @@ def run(group: Group, output: Path | None, backend: str, limit_s: float, tiny: b
                 print(f"| {name} {time.monotonic() - started:.1f} s {trial.to_dict()}", flush=True)
 
         found = tune(group, options, show)
-        reading = Sampler(0 if backend == "cuda" else None).read()
+        reading = sampler_of(group.device).read()
         results.append(
             {
                 "model": name,

@@ -18,9 +18,9 @@ from typing import Final, NoReturn
 import torch
 import zmq
 
-from launcher.ranks import device_of
+from launcher.ranks import device_of, sampler_of
 from launcher.serving.worker import RankOptions, Shared, Worker
-from megamoe.telemetry import Reading, Sampler
+from megamoe.telemetry import Reading
 from service import ipc
 from service.engine import TelemetrySample
 
@@ -39,12 +39,6 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _gpu_uuid(device: str) -> str | None:
-    if device == "cpu":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
 class _Watch:
     """The main thread: signals, peers, the HTTP process, signs of life."""
 
@@ -60,7 +54,7 @@ class _Watch:
         self.peers: dict[int, str] = {}
         if http_pid is not None:
             self._watch(http_pid, "the HTTP process")
-        self.sampler = Sampler(_gpu_uuid(device_of(_local_rank(), options.backend)))
+        self.sampler = sampler_of(device_of(_local_rank(), options.backend))
         self.told_at: float | None = None
         self.life_at = 0.0
 
