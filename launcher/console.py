@@ -6,6 +6,7 @@ Exit codes: 0 all well, 1 a result is wrong, 2 the command could not be carried 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -57,7 +59,19 @@ __all__ = [
 EXIT_WRONG: Final = 1
 EXIT_ERROR: Final = 2
 
-stdout = Console()
+# Width of tables in files and pipes, where the default is 80.
+_FILE_WIDTH: Final = 200
+
+
+def _stdout() -> Console:
+    """Standard output: as wide as its terminal; COLUMNS decides wherever it is set."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_WIDTH
+    return console
+
+
+stdout = _stdout()
 stderr = Console(stderr=True)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -135,10 +149,21 @@ def make_folder_for(path: Path) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    """A table whose first column is text and whose others are numbers.
+
+    Cells that do not fit are folded: a number cut short would look like another one.
+    """
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        collapse_padding=True,
+    )
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
+        made.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     return made
 
 

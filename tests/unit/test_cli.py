@@ -240,6 +240,17 @@ def test_a_folder_that_is_made_for_an_output_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_narrow_table_loses_no_digit(monkeypatch, capsys):
+    monkeypatch.setattr(console.stdout, "width", 24)
+    shown = console.table("", "contender", "tokens", "median ms", "error")
+    shown.add_row("hf_grouped_mm", "16", "501.72", "4.4e-02")
+    console.stdout.print(shown)
+    found = capsys.readouterr().out
+    assert "…" not in found
+    # Folded cells go on in the same columns of the lines below.
+    assert sorted(filter(str.isdigit, found)) == sorted("165017244" + "02")
+
+
 def test_plan_says_what_the_stages_are():
     found = CliRunner().invoke(app, ["plan", "attention-pre"])
     stages = {"A0": "RMSNorm", "E1": "index scores"}
