@@ -272,9 +272,10 @@ def _steps(
         if step % _LOOK_EVERY == 0:
             tally.look()
             spent = group.gather(time.perf_counter() - started)[0]
-            of_calls = tally.calls / options.calls if options.calls else 0.0
-            share = max(of_calls, spent / options.seconds if options.seconds else 0.0)
+            share = spent / options.seconds if options.seconds else 0.0
             bar.update(task, completed=tally.calls)
+        if options.calls:
+            share = max(share, tally.calls / options.calls)
         if share >= 1.0 or (options.calls and tally.calls >= options.calls):
             return
         opened, batch = plan.choice(layers), plan.choice(batches)

@@ -99,7 +99,7 @@ def test_soak_keeps_the_cases_of_its_file_and_mends_a_missed_call(tmp_path):
     out = tmp_path / "stress.json"
     out.write_text(json.dumps({"meta": {}, "rows": [{"ok": True}]}))
     args = ["-m", "launcher.stress", "--ranks", "2", "--output", str(out), *SMALL]
-    args += ["--calls", "120", "--misses", "1", "--timeout", "1.5", "--json"]
+    args += ["--calls", "50", "--misses", "1", "--timeout", "1.5", "--json"]
     done = subprocess.run([sys.executable, *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
@@ -108,7 +108,7 @@ def test_soak_keeps_the_cases_of_its_file_and_mends_a_missed_call(tmp_path):
     assert soak["meta"]["command"].startswith("torchrun --nproc-per-node 2 -m launcher.stress ")
     assert soak["ok"]
     assert soak["missed_calls"] == 1
-    assert soak["calls"] == sum(layer["calls"] for layer in soak["layers"]) >= 120
+    assert soak["calls"] == sum(layer["calls"] for layer in soak["layers"]) >= 50
     rings = {(x["ring_blocks_l1"], x["ring_blocks_l2"]) for x in soak["layers"]}
     assert (1, 1) in rings
     assert len(rings) >= 4
