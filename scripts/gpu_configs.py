@@ -24,7 +24,7 @@ from launcher.workloads import random_activations, route
 from megamoe.reference.quant import quantize_1x128
 from megamoe.spec import MODELS, EpConfig, MoESpec
 
-#: Columns of ``CudaSession.trace``, in the order of ``TraceSlot``: stamps, sums and counts.
+#: Columns of ``CudaSession.stamps``, in the order of ``TraceSlot``: stamps, sums and counts.
 STAMPS = ("start", "listed", "counts", "first rows", "tiles done", "combined", "pulled", "end")
 SUMS = (
     *("stage x", "stage w", "math", "epilogue 1", "epilogue 2", "cycles", "tiles 1", "tiles 2"),
@@ -103,7 +103,7 @@ def main() -> None:
                     print(
                         f"{options.model} T={tokens} {text}: {found.median_us:.1f} µs, "
                         f"p99 {found.p99_us:.1f}{'' if same else ', OTHER BITS'}",
-                        *([stamps_text(ours.session.trace())] if options.stamps else []),
+                        *([stamps_text(ours.session.stamps())] if options.stamps else []),
                         sep="\n    ",
                         flush=True,
                     )

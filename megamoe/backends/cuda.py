@@ -376,10 +376,8 @@ class CudaSession:
         if self._events is not None:
             self._events[0].record()
         params = self._stage_params
-        if x.data_ptr() == params.input and (
-            x_scale is None or x_scale.data_ptr() == params.input_scale
-        ):
-            self._num_tokens = x.shape[0]  # the caller wrote them there
+        if self._in_window(x, x_scale):
+            self._num_tokens = x.shape[0]
             return
         x = x.contiguous()
         params.x = x.data_ptr()
@@ -391,6 +389,15 @@ class CudaSession:
             groups = self._num_tokens * self._spec.hidden // 2048
             grid = max(1, min(self._stage_grid, groups))
             self._stage_kernel.launch(grid, params, stream)
+
+    def _in_window(self, x: Tensor, x_scale: Tensor | None) -> bool:
+        """Whether the caller wrote the tokens where staging would put them."""
+        params = self._stage_params
+        if x.data_ptr() != params.input or not x.is_contiguous():
+            return False
+        if x_scale is None:
+            return self._spec.weight_dtype == "bf16"  # an FP8 layer's BF16 rows want quantising
+        return x_scale.data_ptr() == params.input_scale and x_scale.is_contiguous()
 
     def launch(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Enqueues the call on the current stream; tensors must live until it has run.
@@ -451,7 +458,7 @@ class CudaSession:
         self._faulted = native.fault_record(dict(zip(names, words, strict=True)))
         raise PeerTimeout(self._faulted, self.config.timeout_s)
 
-    def trace(self) -> Tensor:
+    def stamps(self) -> Tensor:
         """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
         torch.cuda.synchronize(self._device)
         if self._trace_buffer is None:
