@@ -86,8 +86,14 @@ class Sequences:
         """``count`` pages for one request.
 
         Raises:
+            SequenceError: there are not so many at all.
             EngineBusy: so many are not free.
         """
+        if count > self.num_pages:
+            raise SequenceError(
+                f"the request needs {count} cache pages (each of its requests begins one, {PAGE} "
+                f"keys a page): the caches have {self.num_pages}; split it"
+            )
         generation = self._generation
         pages = self._take(count)
         try:
@@ -102,7 +108,8 @@ class Sequences:
         Args:
             name: of the sequence.
             num_tokens: new keys.
-            start: begins it; one of that name that exists begins anew.
+            start: begins it; one of that name that exists begins anew, once the request was
+                answered. Only where no other pages are free does it end before.
             end: frees its pages once the request was answered.
 
         Raises:
@@ -111,30 +118,25 @@ class Sequences:
             EngineBusy: no free pages.
         """
         generation = self._generation
-        sequence = self._known.get(name)
-        if sequence is not None and sequence.busy:
+        known = self._known.get(name)
+        if known is not None and known.busy:
             raise SequenceConflict(f"sequence {name} has a request in flight: wait for its answer")
-        if start:
-            if sequence is not None:
-                self._give(generation, sequence.pages)
-            sequence = self._known[name] = _Sequence()
-        elif sequence is None:
+        if known is None and not start:
             raise SequenceError(
                 f"sequence {name} is not known: begin it with sequence_start (sequences end with "
                 "sequence_end, with a restart of the ranks, and when idle while pages are short)"
             )
+        sequence = _Sequence() if known is None or start else known
         keys = sequence.length + num_tokens
         if keys > self.num_pages * PAGE:
             raise SequenceError(
                 f"sequence {name} would have {keys} keys: the caches hold {self.num_pages * PAGE}"
             )
-        sequence.busy = True
-        lease = Lease(pages=[], length=sequence.length)
-        fresh: list[int] = []
+        fresh = self._take(-(-keys // PAGE) - len(sequence.pages), for_name=name, anew=start)
+        lease = Lease(pages=sequence.pages + fresh, length=sequence.length)
+        former = self._known.get(name) if start else None
+        sequence.busy, self._known[name] = True, sequence
         try:
-            want = -(-keys // PAGE)
-            fresh = self._take(want - len(sequence.pages))
-            lease.pages = sequence.pages + fresh
             yield lease
         finally:
             sequence.busy, sequence.used_at = False, time.monotonic()
@@ -142,27 +144,43 @@ class Sequences:
                 sequence.pages, sequence.length = lease.pages, keys
             else:
                 self._give(generation, fresh)
-            ended = end and lease.done
-            if (ended or (start and not lease.done)) and self._known.get(name) is sequence:
-                self._give(generation, sequence.pages)
-                del self._known[name]
+            if self._known.get(name) is sequence:  # else the group of ranks is another one
+                if former is not None and lease.done:
+                    self._give(generation, former.pages)
+                if start and not lease.done:
+                    del self._known[name]
+                    if former is not None:
+                        self._known[name] = former
+                elif end and lease.done:
+                    self._give(generation, sequence.pages)
+                    del self._known[name]
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, *, for_name: str = "", anew: bool = False) -> list[int]:
+        """Free pages, those of idle sequences included.
+
+        Args:
+            count: how many.
+            for_name: a sequence that may not lose its pages by this.
+            anew: unless only they are enough: its keys are not needed any more.
+        """
         now = time.monotonic()
         idle = sorted(
             (s.used_at, name)
             for name, s in self._known.items()
-            if not s.busy and now - s.used_at > self.idle_s
+            if not s.busy and now - s.used_at > self.idle_s and name != for_name
         )
+        if anew and for_name in self._known:
+            idle.append((now, for_name))
+        room = len(self._free) + sum(len(self._known[name].pages) for _, name in idle)
+        if room < count:
+            raise EngineBusy(
+                f"{count} cache pages are needed and {room} of {self.num_pages} are "
+                f"free ({len(self)} sequences hold the others): end a sequence, or retry later"
+            )
         for _, name in idle:
             if len(self._free) >= count:
                 break
             self._give(self._generation, self._known.pop(name).pages)
-        if len(self._free) < count:
-            raise EngineBusy(
-                f"{count} cache pages are needed and {len(self._free)} of {self.num_pages} are "
-                f"free ({len(self)} sequences hold the others): end a sequence, or retry later"
-            )
         return [self._free.pop() for _ in range(count)]
 
     def _give(self, generation: int, pages: list[int]) -> None:

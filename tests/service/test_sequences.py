@@ -53,6 +53,38 @@ def test_starting_again_forgets_what_was(pages):
     assert pages.pages_used == 1
 
 
+def test_a_start_that_failed_leaves_what_was(pages):
+    append(pages, "a", 300, start=True)
+    with pages.append("a", 3, start=True, end=True), pytest.raises(SequenceConflict):
+        append(pages, "a", 1)
+    assert (append(pages, "a", 1)[0], pages.pages_used) == (300, 5)
+    with pytest.raises(SequenceError, match="513 keys"):
+        append(pages, "a", 8 * PAGE + 1, start=True)
+    append(pages, "b", 2 * PAGE, start=True)
+    with pytest.raises(EngineBusy, match=r"8 cache pages are needed and 6 of 8 .*\(2 sequences"):
+        append(pages, "a", 8 * PAGE, start=True)
+    assert append(pages, "a", 1)[0] == 301
+    with pytest.raises(SequenceError, match="513 keys"):
+        append(pages, "c", 8 * PAGE + 1, start=True)
+    with pytest.raises(SequenceError, match="c is not known"):
+        append(pages, "c", 1)
+
+
+def test_starting_again_in_full_caches_takes_its_own_pages(pages):
+    append(pages, "a", 7 * PAGE, start=True)
+    assert append(pages, "a", 6 * PAGE, start=True)[0] == 0
+    assert pages.pages_used == 6
+    append(pages, "a", 5 * PAGE, start=True, fails=True)  # its keys may be overwritten by now
+    with pytest.raises(SequenceError, match="a is not known"):
+        append(pages, "a", 1)
+    assert (len(pages), pages.pages_used) == (0, 0)
+
+
+def test_more_pages_than_there_are_is_no_matter_of_waiting(pages):
+    with pytest.raises(SequenceError, match=r"9 cache pages .* the caches have 8"):
+        pages.scratch(9).__enter__()
+
+
 def test_one_request_at_a_time(pages):
     with pages.append("a", 1, start=True, end=False) as lease:
         with pytest.raises(SequenceConflict, match="in flight"):
@@ -85,6 +117,16 @@ def test_idle_sequences_give_way_to_those_that_need_pages(pages):
         append(pages, "old", 1)
 
 
+def test_idle_sequences_stay_where_they_would_not_help(pages):
+    append(pages, "old", 2 * PAGE, start=True)
+    pages.idle_s = 0.0
+    with pages.append("new", 4 * PAGE, start=True, end=False) as lease:
+        with pytest.raises(EngineBusy, match="5 cache pages are needed and 4 of 8 are free"):
+            append(pages, "more", 5 * PAGE, start=True)
+        lease.done = True
+    assert append(pages, "old", 1)[0] == 2 * PAGE
+
+
 def test_another_group_starts_empty_and_gets_no_page_twice(pages):
     with pages.append("a", PAGE, start=True, end=False) as lease:
         pages.renew(2, 4)
@@ -101,12 +143,11 @@ def test_no_page_has_two_owners_and_none_is_lost():
     owned: dict[str, list[int]] = {}
     for _ in range(3000):
         name = f"s{rng.randrange(5)}"
-        start, end, fails = name not in owned, rng.random() < 0.2, rng.random() < 0.2
+        start = name not in owned or rng.random() < 0.1
+        end, fails = rng.random() < 0.2, rng.random() < 0.2
         try:
             _, have = append(pages, name, rng.randrange(1, 200), start=start, end=end, fails=fails)
         except (EngineBusy, SequenceError):
-            if start:
-                assert name not in owned
             continue
         others = {page for other, theirs in owned.items() if other != name for page in theirs}
         assert not others & set(have)
@@ -115,5 +156,7 @@ def test_no_page_has_two_owners_and_none_is_lost():
             owned[name] = have
             if end:
                 del owned[name]
+        elif start and set(have) & set(owned.get(name, [])):
+            del owned[name]
     assert pages.pages_used == sum(map(len, owned.values()))
     assert len(pages) == len(owned)
