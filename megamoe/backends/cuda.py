@@ -12,7 +12,6 @@ import os
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,6 +19,13 @@ from torch import Tensor
 
 from megamoe import jit, native
 from megamoe.backends.base import Counters, hopper_available, need_same_layer
+from megamoe.backends.cuda_build import (
+    BOXES,
+    MoEParams,
+    StageParams,
+    compile_moe,
+    cuda_config,
+)
 from megamoe.backends.cuda_driver import (
     Kernel,
     Module,
@@ -55,7 +61,7 @@ from megamoe.errors import (
     SpecError,
 )
 from megamoe.layout import window_layout
-from megamoe.spec import GROUP, MAX_RANKS, EpConfig, MoESpec
+from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import GroupRendezvous, Rendezvous, SymmetricMemory, agree
 from megamoe.symmetric.device import DeviceMemory
 from megamoe.weights import ExpertWeights, check_expert
@@ -64,97 +70,8 @@ __all__ = ["CudaSession", "Provider", "compile_moe", "cuda_config"]
 
 Provider = Literal["torch", "nvshmem"]
 
-_MAX_BLOCK_M = 128
-_MAX_EXPERTS = 512
-_BOXES = (8, 16, 32, 48, 64, 80, 96, 128)
 _LINE = 128
 _OPEN_LIMIT_S = 600.0
-_MANY_TOKENS = 4096
-
-
-class _MoEParams(ctypes.Structure):
-    """``MoEParams`` of csrc/moe/params.cuh; its size is checked against the compiled one."""
-
-    _fields_ = (
-        ("w1", ctypes.c_uint8 * 128),
-        ("w2", ctypes.c_uint8 * 128),
-        ("x", ctypes.c_uint8 * (128 * len(_BOXES))),
-        ("h", ctypes.c_uint8 * (128 * len(_BOXES))),
-        ("shape", ctypes.c_uint8 * (4 * len(native.describe()["shape_fields"]))),
-        ("layout", ctypes.c_uint8 * (24 * len(native.describe()["regions"]) + 8)),
-        ("rank", ctypes.c_uint32),
-        ("num_tokens", ctypes.c_uint32),
-        ("timeout_ns", ctypes.c_uint64),
-        ("topk_idx", ctypes.c_uint64),
-        ("topk_weight", ctypes.c_uint64),
-        ("w1_scale", ctypes.c_uint64),
-        ("w2_scale", ctypes.c_uint64),
-        ("y", ctypes.c_uint64),
-        ("swiglu_clamp", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
-        ("trace", ctypes.c_uint64),
-        ("bases", ctypes.c_uint64 * MAX_RANKS),
-    )
-
-
-class _StageParams(ctypes.Structure):
-    """``StageParams`` of csrc/moe/stage.cuh."""
-
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("x_scale", ctypes.c_uint64),
-        ("input", ctypes.c_uint64),
-        ("input_scale", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_uint32),
-        ("is_bf16", ctypes.c_uint32),
-    )
-
-
-def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
-    """The kernels for a layer's matrix shape. Needs no GPU.
-
-    ``trace`` builds in time stamps (``csrc/device/trace.cuh``).
-    """
-    defines = {
-        "MEGAMOE_HIDDEN": spec.hidden,
-        "MEGAMOE_INTER": spec.inter,
-        "MEGAMOE_FP8": int(spec.weight_dtype == "fp8"),
-    }
-    if trace:
-        defines["MEGAMOE_TRACE"] = 1
-    # For experiments: NAME=VALUE,… overrides a tuning constant of the sources.
-    for pair in filter(None, os.environ.get("MEGAMOE_DEFINES", "").split(",")):
-        name, _, value = pair.partition("=")
-        defines[name] = int(value)
-    return jit.compile_cubin("moe/moe.cu", defines)
-
-
-def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
-    """``config`` with every 0 replaced by what suits a GPU (``docs/performance.md``).
-
-    Raises:
-        SpecError: blocks larger than the kernel's 128 rows, or more experts than its tables hold.
-    """
-    if config.block_m > _MAX_BLOCK_M:
-        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
-    if spec.num_experts > _MAX_EXPERTS:
-        raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
-    config = replace(config, block_m=config.block_m or _MAX_BLOCK_M)
-    # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
-    mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
-    busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
-    # With few tokens every expert's block has room, so that no pull waits for a slot; with many,
-    # where windows are large, 64: a pull is then far ahead of its tile all the same.
-    local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
-    most = 64 if config.max_tokens >= _MANY_TOKENS else max(64, local + 8)
-    rings = min(config.max_blocks(spec), most)
-    b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
-    wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
-    lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
-    chosen = replace(
-        config, ring_l1_blocks=b1, ring_l2_blocks=b2, wave_blocks=wave, l2_lag_blocks=lag
-    )
-    return chosen.resolved(spec)
 
 
 class CudaSession:
@@ -211,10 +128,10 @@ class CudaSession:
         self._stage_grid = 8 * units
         self._allocate_weights()
         self._params = self._make_params(cubin)
-        self._stage_params = _StageParams(
+        self._stage_params = StageParams(
             input=self._address("input"), input_scale=self._address("input_scale")
         )
-        assert ctypes.sizeof(_StageParams) == cubin.constant("megamoe_stage_param_bytes")
+        assert ctypes.sizeof(StageParams) == cubin.constant("megamoe_stage_param_bytes")
         self._trace_buffer: Tensor | None = None
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
@@ -301,10 +218,10 @@ class CudaSession:
         ]
         self._missing = set(range(local))
 
-    def _make_params(self, cubin: jit.Cubin) -> _MoEParams:
+    def _make_params(self, cubin: jit.Cubin) -> MoEParams:
         spec, config = self._spec, self.config
         element = 1 if spec.weight_dtype == "fp8" else 2
-        params = _MoEParams(
+        params = MoEParams(
             rank=self._rank,
             timeout_ns=int(config.timeout_s * 1e9),
             w1_scale=self._w_scale[0].data_ptr(),
@@ -334,7 +251,7 @@ class CudaSession:
                     box=(128 // element, box),
                     element_bytes=element,
                 )
-                for box in _BOXES
+                for box in BOXES
             ]
             put(field, b"".join(maps))
         put("shape", self._shape.to_bytes())

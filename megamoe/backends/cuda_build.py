@@ -1,0 +1,111 @@
+"""What a GPU rank's kernels are built from: their parameters, their macros, the configuration.
+
+Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import replace
+from typing import Final
+
+from megamoe import jit, native
+from megamoe.errors import SpecError
+from megamoe.spec import MAX_RANKS, EpConfig, MoESpec
+
+__all__ = ["BOXES", "MoEParams", "StageParams", "compile_moe", "cuda_config"]
+
+BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128)
+"""Rows of a box of activations; each has tensor maps of its own."""
+_MAX_BLOCK_M: Final = 128
+_MAX_EXPERTS: Final = 512
+_MANY_TOKENS: Final = 4096
+
+
+class MoEParams(ctypes.Structure):
+    """``MoEParams`` of csrc/moe/params.cuh; its size is checked against the compiled one."""
+
+    _fields_ = (
+        ("w1", ctypes.c_uint8 * 128),
+        ("w2", ctypes.c_uint8 * 128),
+        ("x", ctypes.c_uint8 * (128 * len(BOXES))),
+        ("h", ctypes.c_uint8 * (128 * len(BOXES))),
+        ("shape", ctypes.c_uint8 * (4 * len(native.describe()["shape_fields"]))),
+        ("layout", ctypes.c_uint8 * (24 * len(native.describe()["regions"]) + 8)),
+        ("rank", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_uint32),
+        ("timeout_ns", ctypes.c_uint64),
+        ("topk_idx", ctypes.c_uint64),
+        ("topk_weight", ctypes.c_uint64),
+        ("w1_scale", ctypes.c_uint64),
+        ("w2_scale", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("swiglu_clamp", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+        ("trace", ctypes.c_uint64),
+        ("bases", ctypes.c_uint64 * MAX_RANKS),
+    )
+
+
+class StageParams(ctypes.Structure):
+    """``StageParams`` of csrc/moe/stage.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint64),
+        ("x_scale", ctypes.c_uint64),
+        ("input", ctypes.c_uint64),
+        ("input_scale", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_uint32),
+        ("is_bf16", ctypes.c_uint32),
+    )
+
+
+def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
+    """The kernels for a layer's matrix shape.
+
+    Args:
+        spec: the layer.
+        trace: build in time stamps and events (``csrc/device/trace.cuh``).
+    """
+    defines = {
+        "MEGAMOE_HIDDEN": spec.hidden,
+        "MEGAMOE_INTER": spec.inter,
+        "MEGAMOE_FP8": int(spec.weight_dtype == "fp8"),
+    }
+    if trace:
+        defines["MEGAMOE_TRACE"] = 1
+    # For experiments: NAME=VALUE,… overrides a tuning constant of the sources.
+    for pair in filter(None, os.environ.get("MEGAMOE_DEFINES", "").split(",")):
+        name, _, value = pair.partition("=")
+        defines[name] = int(value)
+    return jit.compile_cubin("moe/moe.cu", defines)
+
+
+def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
+    """``config`` with every 0 replaced by what suits a GPU (``docs/performance.md``).
+
+    Raises:
+        SpecError: blocks larger than the kernel's 128 rows, or more experts than its tables hold.
+    """
+    if config.block_m > _MAX_BLOCK_M:
+        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
+    if spec.num_experts > _MAX_EXPERTS:
+        raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
+    config = replace(config, block_m=config.block_m or _MAX_BLOCK_M)
+    # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
+    mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
+    busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
+    # With few tokens every expert's block has room, so that no pull waits for a slot; with many,
+    # where windows are large, 64: a pull is then far ahead of its tile all the same.
+    local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
+    most = 64 if config.max_tokens >= _MANY_TOKENS else max(64, local + 8)
+    rings = min(config.max_blocks(spec), most)
+    b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
+    wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
+    lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
+    chosen = replace(
+        config, ring_l1_blocks=b1, ring_l2_blocks=b2, wave_blocks=wave, l2_lag_blocks=lag
+    )
+    return chosen.resolved(spec)
