@@ -60,12 +60,11 @@ def _on_cpu(row: Row, meta: Row) -> bool:
 
 def _scheduling(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     cpu = _on_cpu(row, meta)
-    found = [
-        _figure("launches per call", None if cpu else 2, "staging and the kernel", _CPU),
-        _of(row, "host_us", "host time per call", "µs"),
-    ]
-    if "launches" in row:
-        found[0] = _of(row, "launches", "launches per call")
+    launches = _figure("launches per call", None if cpu else 2, "staging and the kernel", _CPU)
+    if "variant" in row:  # of attention-pre
+        one = 1 if str(row["variant"]).startswith("megakernel") else None
+        launches = _figure("launches per call", one, "the kernel", "see docs/cmp.md")
+    found = [launches, _of(row, "host_us", "host time per call", "µs")]
     if trace is None:
         names = ("waits of the roles", "math busy", "additions to words in L2")
         return [*found, *(_figure(name, None, "", _NO_TRACE) for name in names)]
@@ -224,6 +223,9 @@ def _header(found: Row, rows: Sequence[Row], resources: Row | None) -> dict[str,
     if not why and meta and not meta.get("gpu"):
         why = "CPU ranks: no GPU"
     environment = [_figure(name, meta.get(key), "", why) for key, name in keys]
+    same_bits = "bitwise, whatever rings, ranks and batch"
+    if rows and "variant" in rows[0]:
+        same_bits = "bitwise, for equal batches"  # a plan depends on the rows of its batch
     semantics = [
         _figure("models", _all_of(rows, "model")),
         _figure(
@@ -247,7 +249,7 @@ def _header(found: Row, rows: Sequence[Row], resources: Row | None) -> dict[str,
             max((r["max_rel_err"] for r in rows if r.get("max_rel_err") is not None), default=None),
             "relative; every contender is compared with the oracle before it is timed",
         ),
-        _figure("determinism", "bitwise, whatever rings, ranks and batch", "tests and stress runs"),
+        _figure("determinism", same_bits, "tests and stress runs"),
     ]
     timing = [
         _figure("timed region", meta.get("notes") or meta.get("method"), "", why),

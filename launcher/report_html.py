@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from launcher.estimates import H200
+
 __all__ = ["report_html", "shown"]
 
 _STYLE: Final = """
@@ -55,8 +57,8 @@ def report_html(report: Mapping[str, Any], timeline: str = "") -> str:
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(report['title'])}</h1>",
         '<p class="note">Figures that are absent say why. Floor: the longest of routed arithmetic '
-        "at 1250 TFLOPS, active experts' weights at 4.70 TB/s and remote rows at 335 GB/s, on the "
-        "busiest rank.</p>",
+        f"at {H200.flops / 1e12:g} TFLOPS, active experts' weights at {H200.read / 1e12:.2f} TB/s "
+        f"and remote rows at {H200.link / 1e9:g} GB/s, on the busiest rank.</p>",
         *_plots(report),
     ]
     if timeline:
