@@ -12,17 +12,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
 from launcher.console import EXIT_ERROR, errors_to_exit
-from megamoe.errors import MegaMoeError, SpecError
+from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 if TYPE_CHECKING:
     import torch
 
-    from megamoe.layer import Backend
     from megamoe.telemetry import Sampler
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "arguments",
     "cores_per_rank",
     "device_of",
+    "need_backend",
     "process_group",
     "run_in_group",
     "sampler_of",
@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_NO_HOPPER: Final = (
+    "--backend cuda needs a Hopper GPU (compute capability 9.0), and this machine has none: "
+    "--backend cpu runs on CPU ranks"
+)
 
 
 class RankFailed(MegaMoeError):
@@ -198,6 +202,8 @@ def run_in_group(
                 code = work(group)
         raise typer.Exit(code)
     num_ranks = ranks or default_ranks
+    with errors_to_exit(debug=debug):
+        need_backend(backend)
     if num_ranks == 1:
         with errors_to_exit(debug=debug):
             code = work(Group(0, 1, device_of(0, backend)))
@@ -248,19 +254,45 @@ def torchrun(
     return 0
 
 
+def need_backend(backend: str) -> None:
+    """Refuses, once and before ranks are started, a backend that they could not have.
+
+    Raises:
+        SpecError: no such backend.
+        BackendUnavailable: ``"cuda"`` on a machine without a GPU.
+    """
+    if backend not in ("auto", "cpu", "cuda"):
+        raise SpecError(f"--backend {backend}: must be auto, cpu or cuda")
+    if backend == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():  # makes no CUDA context in this process
+            raise BackendUnavailable(_NO_HOPPER)
+
+
 def device_of(local_rank: int, backend: str) -> str:
-    """Where a rank's tensors live, ``"cpu"`` or ``"cuda:N"``, which becomes torch's device."""
+    """Where a rank's tensors live, ``"cpu"`` or ``"cuda:N"``, which becomes torch's device.
+
+    Raises:
+        SpecError: no such backend.
+        BackendUnavailable: ``"cuda"`` without a Hopper GPU: never the CPU in its place.
+    """
+    need_backend(backend)
     if backend == "cpu":
         return "cpu"
     import torch
 
-    from megamoe.layer import choose_backend
+    from megamoe.backends.base import hopper_available
 
     if not torch.cuda.is_available():
         return "cpu"
     device = f"cuda:{local_rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
-    return "cpu" if choose_backend(cast("Backend", backend)) == "cpu" else device
+    if hopper_available():
+        return device
+    if backend == "cuda":
+        raise BackendUnavailable(_NO_HOPPER)
+    return "cpu"
 
 
 def sampler_of(device: str) -> Sampler:

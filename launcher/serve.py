@@ -34,7 +34,7 @@ from launcher.console import (
     RanksOption,
     errors_to_exit,
 )
-from launcher.ranks import arguments
+from launcher.ranks import arguments, need_backend
 from launcher.serving.source import AttentionSource, LayerSource
 from launcher.serving.supervisor import (
     HTTP_START_S,
@@ -147,6 +147,7 @@ def command(
     }
     attention: AttentionSource | None = None
     with errors_to_exit(debug=debug):
+        need_backend(backend)
         source.check()
         if attention_pre is not None:
             attention = AttentionSource(attention_pre, cache_pages, seed)

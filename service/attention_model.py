@@ -87,7 +87,7 @@ _NOTES: Final = {
     "queries": "main queries, their last columns rotated",
     "absorbed": "queries without position times W_UK",
     "index_weights": "weight of an index head, the scale of its e4m3 query included",
-    "logits": "index scores of a token's keys; -inf where it may not look (in JSON it is null, as NaN is)",
+    "logits": "index scores of a token's keys; -inf where it may not look (null in JSON, as NaN)",
     "latent_rows": "what was written to the latent cache",
     "index_rows": "what was written to the index cache: 128 codes and an FP32 scale",
 }
