@@ -21,6 +21,7 @@ from launcher.gpu_timing import GpuTimer
 from launcher.models import published_layer
 from launcher.ranks import Group, process_group
 from launcher.workloads import random_activations, route
+from megamoe import native
 from megamoe.reference.quant import quantize_1x128
 from megamoe.spec import MODELS, EpConfig, MoESpec
 
@@ -28,7 +29,7 @@ from megamoe.spec import MODELS, EpConfig, MoESpec
 STAMPS = ("start", "listed", "counts", "first rows", "tiles done", "combined", "pulled", "end")
 SUMS = (
     *("stage x", "stage w", "math", "epilogue 1", "epilogue 2", "cycles", "tiles 1", "tiles 2"),
-    *("grid barrier", "counts flag", "l1 full", "l1 empty", "l2 full", "l2 empty", "token", "host"),
+    *native.describe()["tags"],
 )
 
 
