@@ -26,6 +26,7 @@ from launcher import (
     trace_moe,
     tune,
 )
+from launcher.checked import add
 
 __all__ = ["app"]
 
@@ -56,27 +57,27 @@ def main(
     """Options of the program itself."""
 
 
-app.command("run")(run.command)
-app.command("demo")(demo.command)
-app.command("serve")(serve.command)
-app.command("stress")(stress.command)
-app.command("doctor")(doctor.command)
-app.command("tune")(tune.command)
+add(app, "run", run.command)
+add(app, "demo", demo.command)
+add(app, "serve", serve.command)
+add(app, "stress", stress.command)
+add(app, "doctor", doctor.command)
+add(app, "tune", tune.command)
 app.add_typer(plan.app, name="plan")
 app.add_typer(estimate.app, name="estimate")
 
 bench = typer.Typer(help="Time layers beside what runs the same work.", no_args_is_help=True)
-bench.command("moe")(bench_moe.command)
-bench.command("attention-pre")(bench_attention.command)
-bench.command("cmp")(bench_cmp.command)
-bench.command("pdl-chain")(bench_pdl_chain.command)
-bench.command("power")(bench_power.command)
+add(bench, "moe", bench_moe.command)
+add(bench, "attention-pre", bench_attention.command)
+add(bench, "cmp", bench_cmp.command)
+add(bench, "pdl-chain", bench_pdl_chain.command)
+add(bench, "power", bench_power.command)
 app.add_typer(bench, name="bench")
 
 trace = typer.Typer(help="Record what happens inside a call.", no_args_is_help=True)
-trace.command("moe")(trace_moe.command)
+add(trace, "moe", trace_moe.command)
 app.add_typer(trace, name="trace")
-app.command("report")(report_file.command)
+add(app, "report", report_file.command)
 
 if __name__ == "__main__":
     app()

@@ -6,6 +6,7 @@ Exit codes: 0 all well, 1 a result is wrong, 2 the command could not be carried 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -131,9 +132,18 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on stdout, never wrapped or coloured."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    """One JSON object on stdout, never wrapped or coloured; null for infinities and NaN."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
     sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinities nor NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(member) for member in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report(message: str, *, style: str = "") -> None:

@@ -6,7 +6,6 @@ Everything here is a model. Measured times are in ``benchmarks/results`` and com
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from launcher.checked import Command
 from launcher.console import (
     DebugFlag,
     JsonFlag,
@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+_MOST: Final = 1 << 24
 _LABEL: Final = "a model, not a measurement"
 _Model = Annotated[str, typer.Option(help=f"A published layer: {', '.join(MODELS)}.")]
 _Experts = Annotated[
@@ -50,7 +51,7 @@ _Tflops = Annotated[float, typer.Option(help="TFLOPS of FP8 grouped GEMMs; 0: H2
 _Read = Annotated[float, typer.Option(help="TB/s read from memory; 0: H200's.")]
 
 
-@app.command("gaps")
+@app.command("gaps", cls=Command)
 def gaps(
     model: Annotated[
         str, typer.Option(help="A dense decoder: qwen3-0.6b or qwen3-8b; or give --kernels.")
@@ -59,12 +60,14 @@ def gaps(
         Path | None,
         typer.Option(help="JSON or CSV of kernels: name, bytes or us, count."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of the decode step.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Keys per sequence.")] = 1024,
-    bandwidth: Annotated[float, typer.Option(help="TB/s that a kernel of the list reaches.")] = 4.70
-    * 0.85,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences of the decode step.")] = 1,
+    context: Annotated[int, typer.Option(min=1, max=_MOST, help="Keys per sequence.")] = 1024,
+    bandwidth: Annotated[
+        float, typer.Option(min=1e-6, max=1e9, help="TB/s that a kernel of the list reaches.")
+    ] = 4.70 * 0.85,
     gap: Annotated[
-        list[float] | None, typer.Option(help="Other gaps in µs, as in a graph. May be repeated.")
+        list[float] | None,
+        typer.Option(min=0, max=1e9, help="Other gaps in µs, as in a graph. May be repeated."),
     ] = None,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
@@ -127,7 +130,7 @@ def gaps(
             report(f"{ways_of}: {source}", style="dim")
 
 
-@app.command("overlap")
+@app.command("overlap", cls=Command)
 def overlap(
     model: _Model = "v4-pro",
     ranks: _Ranks = "2,8,72",
@@ -146,7 +149,7 @@ def overlap(
         _show(f"{model} on {machine.name}", "EP", columns, as_json=as_json)
 
 
-@app.command("roofline")
+@app.command("roofline", cls=Command)
 def roofline(
     model: _Model = "v4-pro",
     experts: _Experts = 0,
@@ -167,12 +170,12 @@ def roofline(
             published_layer(model, experts=experts),
             _machine(link_gbs, tflops, read_tbs),
         )
-        counts = _numbers("--tokens", tokens, 1 << 24)
+        counts = _numbers("--tokens", tokens, _MOST)
         columns = {t: bounds(load(spec, ranks, t), machine) for t in counts}
         _show(f"{model}, EP{ranks} on {machine.name}", "T", columns, as_json=as_json)
 
 
-@app.command("moe")
+@app.command("moe", cls=Command)
 def moe(
     model: _Model = "v4-pro",
     experts: _Experts = 0,
@@ -196,9 +199,10 @@ def moe(
     """Modelled time of an MoE layer for any EP size and link speed, phase by phase."""
     with errors_to_exit(debug=debug):
         from launcher.estimate_layer import FITTED, fit, predict
+        from launcher.results import read_results
 
         machine = _machine(link_gbs, tflops, read_tbs)
-        rows = None if against is None else _rows(against)
+        rows = None if against is None else read_results(against)["rows"]
         if refit and rows is None:
             raise SpecError("--refit needs --against FILE to fit to")
         coefficients = fit(rows, machine) if refit and rows is not None else FITTED
@@ -207,7 +211,7 @@ def moe(
             return
         spec = published_layer(model, experts=experts)
         sizes = _numbers("--ranks", ranks, MAX_RANKS)
-        counts = _numbers("--tokens", tokens, 1 << 24)
+        counts = _numbers("--tokens", tokens, _MOST)
         found = {
             r: {t: predict(spec, r, t, machine, coefficients, imbalance) for t in counts}
             for r in sizes
@@ -262,24 +266,15 @@ def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:
 
 def _numbers(option: str, text: str, most: int) -> list[int]:
     parts = [p.strip() for p in text.split(",")]
-    if not all(p.isdigit() and 1 <= int(p) <= most for p in parts):
+    if not all(p.isascii() and p.isdigit() and 1 <= int(p) <= most for p in parts):
         raise SpecError(f"{option} {text}: write numbers of 1..{most}, like 1,2,8")
     return [int(p) for p in parts]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(path.read_text())["rows"]
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
-        raise SpecError(f"{path} is no result file of `megamoe bench moe`: {e!r}") from e
-    assert isinstance(found, list)
-    return found
 
 
 def _show(title: str, head: str, columns: dict[int, list[Figure]], *, as_json: bool) -> None:
     """Figures by column: EP size or token count."""
     if as_json:
-        by_column = {str(k): [_finite(f.to_dict()) for f in v] for k, v in columns.items()}
+        by_column = {str(k): [f.to_dict() for f in v] for k, v in columns.items()}
         print_json({"label": _LABEL, "name": title, "by": head, "figures": by_column})
         return
     shown = table(f"{title} ({_LABEL})", "", "unit", *(f"{head} {k}" for k in columns))
@@ -288,11 +283,6 @@ def _show(title: str, head: str, columns: dict[int, list[Figure]], *, as_json: b
         shown.add_row(figure.name, figure.unit, *(f"{c[i].value:,.4g}" for c in columns.values()))
     stdout.print(shown)
     _print_sources(first)
-
-
-def _finite(figure: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: null, where nothing goes over the link."""
-    return figure if math.isfinite(figure["value"]) else {**figure, "value": None}
 
 
 def _print_sources(figures: list[Figure]) -> None:

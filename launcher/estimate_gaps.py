@@ -7,12 +7,12 @@ bandwidth; each boundary adds a gap, and without a graph the host must launch ev
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from launcher.results import read_json
 from megamoe.errors import SpecError
 
 __all__ = [
@@ -45,6 +45,7 @@ class Way:
     source: str
 
 
+_MOST: Final = 1e18
 _HERE: Final = "benchmarks/results/pdl_chain_h200.json"
 _MPK: Final = "MPK paper (Cheng et al.), launches of Qwen3-8B: eager 3.8 µs, CUDA graph 0.8 µs"
 
@@ -138,13 +139,14 @@ def read_kernels(path: Path) -> list[KernelWork]:
     Raises:
         SpecError: what is not such a list; the message names the entry.
     """
-    text = path.read_text()
-    try:
-        entries = (
-            json.loads(text) if path.suffix == ".json" else list(csv.DictReader(text.splitlines()))
-        )
-    except json.JSONDecodeError as e:
-        raise SpecError(f"{path}: not JSON ({e}); a kernel list is a list of objects") from e
+    if path.suffix == ".json":
+        entries = read_json(path)
+    else:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise SpecError(f"{path} is no CSV file: {e}") from None
+        entries = list(csv.DictReader(text.splitlines()))
     if isinstance(entries, dict):
         entries = entries.get("kernels")
     if not isinstance(entries, list) or not entries:
@@ -154,18 +156,21 @@ def read_kernels(path: Path) -> list[KernelWork]:
 
 def _entry(path: Path, i: int, entry: Any) -> KernelWork:
     where = f"{path}: kernel {i}"
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or None in entry:  # a line longer than its header
         raise SpecError(f"{where} is {entry!r}: must be an object with name, bytes or us, count")
     given = {k: v for k, v in entry.items() if v not in (None, "")}
     try:
-        count = int(given.get("count", 1))
+        count = int(str(given.get("count", 1)))
         nbytes, us = float(given.get("bytes", 0)), given.get("us")
         own = None if us is None else float(us)
-    except (TypeError, ValueError) as e:
-        raise SpecError(f"{where}: {e}") from e
-    if ("bytes" in given) == ("us" in given) or count < 1 or nbytes < 0 or (own or 0) < 0:
+    except (TypeError, ValueError, OverflowError) as e:
+        raise SpecError(f"{where} is {entry!r}: {e}") from e
+    if ("bytes" in given) == ("us" in given) or not (
+        1 <= count <= _MOST and 0 <= nbytes <= _MOST and 0 <= (own or 0) <= _MOST
+    ):
         raise SpecError(
-            f"{where} is {entry!r}: needs either bytes or us, not negative, and a count from 1"
+            f"{where} is {entry!r}: needs either bytes or us, not negative, and a count from 1, "
+            "numbers of at most 1e18"
         )
     return KernelWork(str(given.get("name", f"kernel {i}")), nbytes, own, count)
 

@@ -7,6 +7,7 @@ measurement: ``moe_error`` says how far it is from the rows that were measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -119,13 +120,26 @@ def predict(
 
 
 def _measured(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], MoESpec]]:
-    """Uniform rows that have a time, with their layer."""
+    """Uniform rows that have a time, with their layer.
+
+    Raises:
+        SpecError: one of them is not of a published layer, or a number is none; names it.
+    """
     found = []
-    for row in rows:
-        if row.get("total_us") and row["routing"] == "uniform" and isinstance(row["tokens"], int):
-            spec = replace(MODELS[row["model"]], num_shared=0)
-            experts = row.get("experts") or spec.num_experts
-            found.append((row, replace(spec, num_experts=experts)))
+    for i, row in enumerate(rows):
+        us, tokens, model = row.get("total_us"), row.get("tokens"), str(row.get("model"))
+        if us is None or row.get("routing") != "uniform" or type(tokens) is not int:
+            continue
+        numbers = {"ranks": row.get("ranks"), "experts": row.get("experts", 1)}
+        wrong = [f"{n} {v!r}" for n, v in numbers.items() if type(v) is not int or v < 1]
+        if type(us) not in (int, float) or not 0 < us < math.inf:
+            wrong.append(f"total_us {us!r}")
+        if model not in MODELS:
+            wrong.append(f"model {model!r} (published: {', '.join(MODELS)})")
+        if wrong:
+            raise SpecError(f"row {i} of the results has {', '.join(wrong)}: cannot be modelled")
+        spec = replace(MODELS[model], num_shared=0)
+        found.append((row, replace(spec, num_experts=row.get("experts", spec.num_experts))))
     return found
 
 

@@ -65,8 +65,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         for field in ("flops", "read", "copy", "link"):
-            if not getattr(self, field) > 0:
-                raise SpecError(f"{field} = {getattr(self, field)}: a rate must be positive")
+            if not 1 <= getattr(self, field) <= 1e24:
+                raise SpecError(
+                    f"{field} = {getattr(self, field)} a second: a rate must be positive, "
+                    "at most 1e24"
+                )
 
 
 H200: Final = Machine(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
+from launcher.checked import Command
 from launcher.console import (
     DebugFlag,
     JsonFlag,
@@ -56,7 +57,7 @@ _PEER_SOURCE: Final = (
 )
 
 
-@app.command("moe")
+@app.command("moe", cls=Command)
 def moe(
     model: Annotated[
         str | None, typer.Option(help=f"A published layer: {', '.join(MODELS)}.")
@@ -104,7 +105,7 @@ def moe(
             report(f"peer: {_PEER_SOURCE}; scaled: {_SCALING}", style="dim")
 
 
-@app.command("attention-pre")
+@app.command("attention-pre", cls=Command)
 def attention_pre(
     model: Annotated[
         str, typer.Option(help=f"A published layer: {', '.join(ATTENTION_MODELS)}.")

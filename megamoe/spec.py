@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -32,6 +33,11 @@ INDEX_PAGE: Final = 64
 """Keys of a page of the index cache."""
 CPU_BLOCK_M: Final = 32
 """Rows of a ring block on CPU ranks where nothing else is asked for."""
+MAX_COLUMNS: Final = 1 << 16
+MAX_EXPERTS: Final = 1 << 16
+MAX_BLOCKS: Final = 1 << 24
+MAX_WORKERS: Final = 1024
+"""Far beyond any layer or machine: what exceeds them is a slip, and no 32-bit count overflows."""
 MAX_TOPK: Final = 32
 MAX_SHARED: Final = 8
 MAX_RANKS: Final = 72
@@ -76,8 +82,11 @@ class MoESpec:
     def __post_init__(self) -> None:
         for field in ("hidden", "inter"):
             value = getattr(self, field)
-            _need(value > 0 and value % GROUP == 0, field, value, f"a positive multiple of {GROUP}")
-        _need(self.num_experts > 0, "num_experts", self.num_experts, "positive")
+            columns_ok = 0 < value <= MAX_COLUMNS and value % GROUP == 0
+            what = f"a multiple of {GROUP}, at most {MAX_COLUMNS}"
+            _need(columns_ok, field, value, what)
+        experts_ok = 1 <= self.num_experts <= MAX_EXPERTS
+        _need(experts_ok, "num_experts", self.num_experts, f"in 1..{MAX_EXPERTS}")
         limit = min(MAX_TOPK, self.num_experts)
         _need(1 <= self.topk <= limit, "topk", self.topk, f"in 1..{limit}")
         shared_ok = 0 <= self.num_shared <= MAX_SHARED
@@ -153,9 +162,13 @@ class EpConfig:
                     f"{field} = {value}: the smallest ring has 1 block ({self._rows} tokens); "
                     "0 picks the recommendation"
                 )
-        for field in ("wave_blocks", "l2_lag_blocks", "num_workers", "reserved_sms"):
-            _need(getattr(self, field) >= 0, field, getattr(self, field), "0 (choose) or positive")
-        _need(self.timeout_s > 0, "timeout_s", self.timeout_s, "positive")
+            _need(value <= MAX_BLOCKS, field, value, f"at most {MAX_BLOCKS}")
+        most = {"wave_blocks": MAX_BLOCKS, "l2_lag_blocks": MAX_BLOCKS, "num_workers": MAX_WORKERS}
+        for field, limit in {**most, "reserved_sms": MAX_WORKERS}.items():
+            value = getattr(self, field)
+            _need(0 <= value <= limit, field, value, f"0 (choose) or at most {limit}")
+        finite = 0 < self.timeout_s < math.inf
+        _need(finite, "timeout_s", self.timeout_s, "positive and finite")
 
     @property
     def _rows(self) -> int:

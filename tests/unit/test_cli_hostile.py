@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from launcher import console
+from launcher.checked import WRITTEN
 from launcher.cli import app
 
 
@@ -40,8 +43,203 @@ GROUPS = [
 def test_no_command_takes_cpus_in_the_place_of_gpus(command, ranks, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path))
-    more = ["--input", tmp_path, "--output", tmp_path, "--checkpoint", tmp_path, "--layer", "0"]
+    more = [
+        "--input",
+        tmp_path,
+        "--output",
+        tmp_path / "y",
+        "--checkpoint",
+        tmp_path,
+        "--layer",
+        "0",
+    ]
     options = [*command, *(more if command == ["run"] else []), "--ranks", ranks, "--backend"]
     text = refused(*options, "cuda", what="--backend cuda needs a Hopper GPU")
     assert text.count("needs a Hopper GPU") == 1
     refused(*options, "tpu", what="--backend tpu: must be auto, cpu or cuda")
+
+
+# ---------------------------------------------------------------- places that cannot be written
+
+READ = {
+    "checkpoint",
+    "input_file",
+    "results",
+    "power",
+    "kernels",
+    "against",
+    "api_key_file",
+    "replay",
+}
+FOLDERS = {"workdir", "run_dir"}
+"""Made at the start, before any work."""
+
+
+def functions(of=app, words=()):
+    """(words, function) of every command."""
+    for command in of.registered_commands:
+        yield (*words, command.name), command.callback
+    for group in of.registered_groups:
+        yield from functions(group.typer_instance, (*words, group.name))
+
+
+def paths():
+    """(words, option or argument, parameter's name) of all that are paths."""
+    found = []
+    for words, function in functions():
+        command = typer.main.get_command(app)
+        for word in words:
+            command = command.commands[word]
+        hints = inspect.get_annotations(function)
+        for parameter in command.params:
+            if "Path" in str(hints.get(parameter.name)):
+                found.append((words, parameter.opts[0], parameter.name))
+    return found
+
+
+def test_every_path_is_known_as_read_or_written():
+    assert {name for _, _, name in paths()} >= {"output", "report", "kernels"}
+    for words, option, name in paths():
+        assert name in WRITTEN | READ | FOLDERS, (words, option)
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "name"),
+    [found for found in paths() if found[2] in WRITTEN],
+    ids=str,
+)
+def test_a_place_that_cannot_be_written_is_known_before_the_work(words, option, name, tmp_path):
+    there = tmp_path / "file"
+    there.write_text("{}")
+    below = there / "x.json"
+    if not option.startswith("--"):
+        refused(*words, there, below, what="Not a directory")
+        return
+    more = {
+        "run": ["--checkpoint", tmp_path, "--layer", "0", "--input", there],
+        "report": [there],
+    }.get(words[0], [])
+    text = refused(*words, *more, option, below, what="cannot be written")
+    assert f"{option} {below}" in text
+    assert "Not a directory" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    if name != "report":
+        refused(*words, *more, option, tmp_path, what="cannot be written")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["estimate", "gaps", "--bandwidth", "nan"],
+        ["estimate", "gaps", "--gap", "nan"],
+        ["estimate", "moe", "--link-gbs", "inf"],
+        ["estimate", "roofline", "--read-tbs", "nan"],
+        ["bench", "power", "--seconds", "inf"],
+        ["tune", "--margin", "inf"],
+        ["serve", "--random", "qwen3-30b", "--timeout", "nan"],
+        ["stress", "--timeout", "inf"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_are_finite(options):
+    text = refused(*options, what=f"{options[-2]}")
+    assert "must be a finite number" in text or "Invalid value" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["estimate", "gaps", "--batch", "9" * 400], "--batch"),
+        (["estimate", "gaps", "--gap", "-1"], "--gap"),
+        (["estimate", "moe", "--tokens", "\N{SUPERSCRIPT TWO}"], "--tokens"),
+        (["estimate", "moe", "--experts", "9" * 20], "num_experts"),
+        (["estimate", "moe", "--tflops", "1e-320"], "at most 1e24"),
+        (["plan", "moe", "--model", "qwen3-30b", "--tokens", "9" * 20], "tokens"),
+        (["tune", "--ranks", "1", "--workers", "9" * 20, "--backend", "cpu"], "num_workers"),
+        (["stress", "--ranks", "1", "--hidden", "12800000000", "--backend", "cpu"], "hidden"),
+    ],
+    ids=str,
+)
+def test_numbers_beyond_any_machine(options, what, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path))
+    refused(*options, what=what)
+
+
+def test_json_has_no_infinities(capsys):
+    console.print_json({"a": [1.5, float("nan")], "b": {"c": (float("-inf"), 2)}})
+    assert json.loads(capsys.readouterr().out) == {"a": [1.5, None], "b": {"c": [None, 2]}}
+
+
+# ---------------------------------------------------------------- files
+
+ROW = {"total_us": 5.0, "routing": "uniform", "tokens": 8, "model": "v4-pro", "ranks": 2}
+FILES = {
+    "empty": b"",
+    "bytes": b"\xff\xfe\0",
+    "cut": b'{"meta": {}, "rows": [',
+    "deep": b"[" * 100_000,
+    "null": b"null",
+    "rows": b'{"meta": {}, "rows": 5}',
+    "row": b'{"meta": {}, "rows": [5]}',
+    "meta": b'{"meta": null, "rows": []}',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_results(name, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_bytes(FILES[name])
+    refused("estimate", "moe", "--against", path, what=str(path))
+    refused("estimate", "gaps", "--kernels", path, what=str(path))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"total_us": "5"},
+        {"total_us": float("nan")},
+        {"total_us": -1},
+        {"ranks": None},
+        {"ranks": "2"},
+        {"model": ["v4-pro"]},
+        {"model": None},
+        {"experts": 0},
+        {"experts": 383},
+        {"tokens": 0},
+    ],
+    ids=str,
+)
+def test_rows_that_no_model_fits_are_named(wrong, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"meta": {}, "rows": [ROW, ROW | wrong]}))
+    refused(
+        "estimate",
+        "moe",
+        "--against",
+        path,
+        what=str(*wrong) if wrong != {"experts": 383} else "383",
+    )
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"us": NaN}',
+        '{"us": 1, "count": 1e400}',
+        '{"us": 1, "count": 1.7}',
+        '{"bytes": 1e999}',
+        '{"us": 1, "bytes": 1}',
+        "5",
+    ],
+)
+def test_kernels_without_a_time_are_named(entry, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(f"[{entry}]")
+    refused("estimate", "gaps", "--kernels", path, what="kernel 0 is")
+    (tmp_path / "x.csv").write_bytes(b"name,us\na,5,6")
+    refused("estimate", "gaps", "--kernels", tmp_path / "x.csv", what="kernel 0 is")
+    (tmp_path / "x.csv").write_bytes(b"\xff,us\na,5")
+    refused("estimate", "gaps", "--kernels", tmp_path / "x.csv", what="is no CSV file")

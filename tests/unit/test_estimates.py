@@ -83,7 +83,7 @@ def test_kernel_lists_are_read_from_json_and_csv(tmp_path):
     ("text", "message"),
     [
         ("[]", "holds no kernels"),
-        ("{", "not JSON"),
+        ("{", "no JSON file"),
         ("[3]", "kernel 0 is 3"),
         ('[{"name": "a"}]', "either bytes or us"),
         ('[{"bytes": 1, "us": 2}]', "either bytes or us"),

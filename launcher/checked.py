@@ -1,0 +1,73 @@
+"""What every command checks before it begins: numbers are finite, and what it shall write, it can.
+
+A search or a benchmark takes minutes; a folder that cannot be written must be known before them.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from launcher.console import errors_to_exit
+from megamoe.errors import SpecError
+
+__all__ = ["WRITTEN", "Command", "add", "need_writable"]
+
+WRITTEN: Final = frozenset({"output", "svg", "trace", "report", "folder"})
+"""Parameters that name files or folders to be written; other paths are read."""
+
+
+class Command(TyperCommand):
+    """A command whose options are checked for what no option's type says."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Checks, then runs.
+
+        Raises:
+            typer.Exit: code 2 after an error's line.
+        """
+        with errors_to_exit(debug=bool(ctx.params.get("debug"))):
+            for parameter in self.params:
+                name, value = parameter.name or "", ctx.params.get(parameter.name or "")
+                for one in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(one, float) and not math.isfinite(one):
+                        raise SpecError(f"{parameter.opts[0]} {one}: must be a finite number")
+                    if name in WRITTEN and isinstance(one, Path):
+                        need_writable(parameter.opts[0], one)
+        return super().invoke(ctx)
+
+
+def need_writable(option: str, path: Path) -> None:
+    """Tries whether a file, or a folder with files, could be written; leaves nothing behind.
+
+    Raises:
+        SpecError: it could not; says why.
+    """
+    try:
+        if path.is_file():
+            with path.open("ab"):
+                return
+        if path.exists() and not path.is_dir():
+            return  # /dev/stdout and the like
+        if path.is_dir() and option not in ("--report", "folder"):
+            raise IsADirectoryError("it is a folder, and a file is to be written")
+        folder = path
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SpecError(
+            f"{option} {path} cannot be written ({reason}): give a place that can"
+        ) from None
+
+
+def add(to: typer.Typer, name: str, command: Any) -> None:
+    """Registers a checked command."""
+    to.command(name, cls=Command)(command)
