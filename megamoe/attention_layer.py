@@ -28,17 +28,18 @@ from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
+from megamoe.attention_step import Step, check_positions, check_requests, check_rows, make_step
 from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.backends.attention_operands import TORCH_DTYPES
 from megamoe.backends.base import hopper_available
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.choice import choose_engine
 from megamoe.cmp.graphs import CmpGraph
-from megamoe.errors import BackendUnavailable, CapacityError, InputError, SpecError
+from megamoe.errors import BackendUnavailable, CapacityError, SpecError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 
-__all__ = ["AttentionPre", "AttentionPreOutput", "Engine", "Step", "open_attention_pre"]
+__all__ = ["AttentionPre", "AttentionPreOutput", "Engine", "open_attention_pre"]
 
 Engine = Literal["auto", "megakernel", "cmp", "oracle"]
 _KEPT: Final = 32
@@ -62,20 +63,6 @@ class AttentionPreOutput(NamedTuple):
     absorbed: Tensor
     index_weights: Tensor
     logits: Tensor
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call's arguments, checked, with everything that follows from them.
-
-    Attributes:
-        batch: requests as the planner knows them.
-        tensors: ``x``, ``residual``, ``positions``, ``latent_slots``, ``index_slots``,
-            ``context_lens``, ``block_table`` by the graph's names.
-    """
-
-    batch: Batch
-    tensors: Mapping[str, Tensor]
 
 
 class _Runner(Protocol):
@@ -145,9 +132,14 @@ class AttentionPre:
             InputError: a shape, dtype, device, page or position that does not fit.
             CapacityError: more keys than pages of the table, or than positions.
         """
-        return self._runner.run(
-            self._step(x, residual, new_tokens, context_lens, block_table, positions)
+        batch, table = check_requests(
+            new_tokens, context_lens, block_table, self.num_pages, self.max_positions
         )
+        for name, t in (("x", x), ("residual", residual)):
+            check_rows(name, t, batch.rows, self.spec.hidden, self.backend)
+        if positions is not None:
+            check_positions(positions, batch.rows, self.max_positions)
+        return self._runner.run(make_step(batch, table, x, residual, positions))
 
     def close(self) -> None:
         """Frees weights and caches."""
@@ -163,95 +155,6 @@ class AttentionPre:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _step(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        new_tokens: Sequence[int],
-        context_lens: Sequence[int],
-        block_table: Tensor,
-        positions: Tensor | None,
-    ) -> Step:
-        """Everything that can be wrong with a call, and what follows from a right one."""
-        new, lengths = [int(n) for n in new_tokens], [int(n) for n in context_lens]
-        if len(new) != len(lengths) or not new:
-            raise InputError(
-                f"{len(new)} new_tokens and {len(lengths)} context_lens: one of each per request"
-            )
-        for b, (count, length) in enumerate(zip(new, lengths, strict=True)):
-            if not 1 <= count <= length:
-                raise InputError(
-                    f"request {b} has {count} new tokens and {length} keys: "
-                    "need 1 <= new_tokens <= context_lens"
-                )
-            if length > self.max_positions:
-                raise CapacityError(
-                    f"request {b} has {length} keys: the rotation table ends at "
-                    f"{self.max_positions}"
-                )
-        shape = (sum(new), self.spec.hidden)
-        for name, t in (("x", x), ("residual", residual)):
-            if tuple(t.shape) != shape or t.dtype != torch.bfloat16:
-                raise InputError(
-                    f"{name} is {t.dtype} {tuple(t.shape)}: must be bfloat16 {list(shape)}, a row "
-                    "per new token"
-                )
-            if t.device.type != self.backend:
-                raise InputError(f"{name} is on {t.device}: must be on {self.backend}")
-        table = block_table.cpu()
-        pages = [-(-length // INDEX_PAGE) for length in lengths]
-        if table.dim() != 2 or len(table) != len(new) or table.dtype != torch.int32:
-            raise InputError(
-                f"block_table is {table.dtype} {tuple(table.shape)}: must be int32 "
-                f"[{len(new)}, pages]"
-            )
-        if table.shape[1] < max(pages):
-            raise CapacityError(
-                f"block_table has {table.shape[1]} columns: the longest request has {max(pages)} "
-                "pages of 64 keys"
-            )
-        for b, count in enumerate(pages):
-            low, high = (int(v) for v in table[b, :count].aminmax())
-            if low < 0 or high >= self.num_pages:
-                raise InputError(
-                    f"block_table of request {b} holds page {low if low < 0 else high}: must be "
-                    f"in 0..{self.num_pages - 1}"
-                )
-        places = [torch.arange(m - n, m) for n, m in zip(new, lengths, strict=True)]
-        slots = torch.cat(
-            [
-                table[b, p // INDEX_PAGE].long() * INDEX_PAGE + p % INDEX_PAGE
-                for b, p in enumerate(places)
-            ]
-        )
-        where = torch.cat(places).int() if positions is None else positions.cpu()
-        if where.dtype != torch.int32 or tuple(where.shape) != (shape[0],):
-            raise InputError(
-                f"positions is {where.dtype} {tuple(where.shape)}: must be int32 [{shape[0]}]"
-            )
-        low, high = (int(v) for v in where.aminmax())
-        if low < 0 or high >= self.max_positions:
-            raise InputError(
-                f"positions holds {low if low < 0 else high}: must be in "
-                f"0..{self.max_positions - 1}"
-            )
-        batch = Batch(tuple(zip(new, lengths, strict=True)))
-        width = max(batch.table_pages, table.shape[1])
-        padded = torch.zeros(len(new), width, dtype=torch.int32)
-        padded[:, : table.shape[1]] = table
-        small = {
-            "positions": where,
-            "latent_slots": slots,
-            "index_slots": slots.clone(),
-            "context_lens": torch.tensor(lengths, dtype=torch.int32),
-            "block_table": padded,
-        }
-        on_device = {name: t.to(self.backend) for name, t in small.items()}
-        return Step(
-            Batch(batch.requests, width),
-            {"x": x.contiguous(), "residual": residual.contiguous(), **on_device},
-        )
 
 
 class _OracleRunner:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.attention_layer import AttentionPre, open_attention_pre
+from megamoe.attention_step import key_slots
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 from service import ipc
 from service.arena import ATTENTION_OUTPUTS, Arena
@@ -144,14 +145,8 @@ class AttentionExecutor:
 
     def _cache_rows(self, submit: ipc.SubmitAttention, table: Tensor) -> Mapping[str, Tensor]:
         """What the call wrote into both caches: bytes [M, row]."""
-        places = [
-            table[b, p // INDEX_PAGE].long() * INDEX_PAGE + p % INDEX_PAGE
-            for b, p in enumerate(
-                torch.arange(keys - new, keys)
-                for new, keys in zip(submit.new_tokens, submit.context_lens, strict=True)
-            )
-        ]
-        slots = torch.cat(places).to(self.device)
+        requests = list(zip(submit.new_tokens, submit.context_lens, strict=True))
+        slots = key_slots(requests, table)[1].to(self.device)
         pages, places_in = self.layer.index_cache[slots // INDEX_PAGE], slots % INDEX_PAGE
         each = torch.arange(len(slots), device=self.device)
         codes = pages[:, : INDEX_PAGE * INDEX_DIM].view(-1, INDEX_PAGE, INDEX_DIM)
