@@ -101,7 +101,9 @@ def command(
         context,
         "launcher.tune",
         ranks,
-        lambda group: _tune(group, model, options(), output, keep=keep, as_json=as_json),
+        lambda group: _tune(
+            group, model, group.together(options), output, keep=keep, as_json=as_json
+        ),
         default_ranks=2,
         backend=backend,
         debug=debug,
@@ -117,10 +119,14 @@ def _tune(
     keep: bool,
     as_json: bool,
 ) -> int:
+    from launcher.checked import need_writable
     from launcher.meta import run_meta
     from launcher.tuner import tune
+    from megamoe.jit import cache_dir
     from megamoe.tuning import save
 
+    if keep:
+        group.together(lambda: need_writable("cache folder (MEGAMOE_CACHE)", cache_dir() / "any"))
     with progress(shown=group.first and not as_json) as bar:
         task = bar.add_task("candidates", total=None)
         found = tune(group, options, lambda trial: bar.advance(task))
@@ -142,17 +148,23 @@ def _tune(
         "file": None,
     }
     if group.first:
-        if keep and not wrong:
-            evidence = {"meta": result["meta"], "trials": result["trials"]}
-            path = save(options.spec, found["open"], found["device"], chosen, evidence)
-            result["file"] = str(path)
-        if output is not None:
-            make_folder_for(output)
-            output.write_text(json.dumps(result, indent=1) + "\n")
+        lost: OSError | None = None
+        try:  # whatever becomes of the files, what was found is shown
+            if keep and not wrong:
+                evidence = {"meta": result["meta"], "trials": result["trials"]}
+                path = save(options.spec, found["open"], found["device"], chosen, evidence)
+                result["file"] = str(path)
+            if output is not None:
+                make_folder_for(output)
+                output.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            lost = error
         if as_json:
             print_json(result)
         else:
             _print(result)
+        if lost is not None:
+            raise lost
     return EXIT_WRONG if wrong else 0
 
 

@@ -21,8 +21,8 @@ from megamoe.backends.base import Counters, Session, device_name, hopper_availab
 from megamoe.backends.trace import LayerTrace
 from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
-from megamoe.symmetric.base import Rendezvous, find_rendezvous
-from megamoe.tuning import tuned
+from megamoe.symmetric.base import Rendezvous, agree, find_rendezvous
+from megamoe.tuning import TUNABLE, tuned
 from megamoe.weights import ExpertWeights
 
 __all__ = ["Backend", "MoELayer", "attention_pre", "choose_backend", "open_layer"]
@@ -242,8 +242,12 @@ def open_layer(
     """
     chosen = choose_backend(backend)
     config.resolved(spec)  # a setting that cannot work is refused before any rank is asked
-    config = tuned(spec, config, device_name(chosen))
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)
+    found = tuned(spec, config, device_name(chosen))
+    # Caches of ranks may differ: on other machines, or while a search writes its result.
+    said = agree(rendezvous, "opening the layer", {f: getattr(found, f) for f in TUNABLE})
+    if all(other == said[0] for other in said):
+        config = found
     session: Session
     if chosen == "cuda":
         from megamoe.backends.cuda import CudaSession

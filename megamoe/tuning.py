@@ -69,14 +69,17 @@ def tuned(spec: MoESpec, config: EpConfig, device: str) -> EpConfig:
     key = key_of(spec, config, device)
     try:
         found = json.loads(path_of(key).read_text())
-        chosen = {field: int(found["chosen"][field]) for field in TUNABLE}
-        if found["key"] != key:
+        chosen = {field: found["chosen"][field] for field in TUNABLE}
+        if found["key"] != key or not all(type(value) is int for value in chosen.values()):
             return config
         candidate = replace(config, **chosen)
         candidate.resolved(spec)
-    except (OSError, ValueError, KeyError, TypeError, MegaMoeError):
+        rings = candidate.ring_l1_blocks, candidate.ring_l2_blocks
+        most = replace(config, block_m=8).max_blocks(spec)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, MegaMoeError):
         return config
-    return candidate
+    # No search tries rings longer than any call; such a window may not even fit into memory.
+    return candidate if max(rings) <= most else config
 
 
 def save(
@@ -90,12 +93,16 @@ def save(
         device: as in ``key_of``.
         chosen: the fastest configuration.
         evidence: JSON types: what was tried.
+
+    Raises:
+        OSError: the cache folder cannot be written.
     """
     key = key_of(spec, config, device)
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {"key": key, "chosen": {f: getattr(chosen, f) for f in TUNABLE}, **evidence}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-        json.dump(found, f, indent=1)
-    os.replace(f.name, path)
+    with tempfile.TemporaryDirectory(prefix="tuned-", dir=path.parent) as folder:
+        whole = Path(folder) / path.name
+        whole.write_text(json.dumps(found, indent=1))
+        os.replace(whole, path)
     return path

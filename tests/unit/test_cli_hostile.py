@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from launcher import console
 from launcher.checked import WRITTEN
 from launcher.cli import app
+from megamoe.spec import MODELS, MoESpec
 
 
 def refused(*options, what):
@@ -125,6 +127,29 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(words, option, 
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     if name != "report":
         refused(*words, *more, option, tmp_path, what="cannot be written")
+
+
+def test_a_search_whose_result_could_not_be_kept_does_not_begin(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("launcher.tuner.tune", lambda *a: pytest.fail("the search began"))
+    refused("tune", "--ranks", "1", "--backend", "cpu", what="MEGAMOE_CACHE")
+
+
+def test_what_a_search_found_is_shown_even_if_it_cannot_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path))
+    spec = MoESpec(hidden=128, inter=128, num_experts=4, topk=2)
+    monkeypatch.setitem(MODELS, "tiny", spec)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megamoe.tuning.save", full)
+    options = ["--model", "tiny", "--max-tokens", "16", "--rounds", "1", "--calls", "1", "--json"]
+    found = CliRunner().invoke(app, ["tune", *options, "--ranks", "1", "--backend", "cpu"])
+    assert found.exit_code == console.EXIT_ERROR, found.output
+    assert "No space left on device" in found.stderr
+    assert json.loads(found.stdout)["trials"]
 
 
 # ---------------------------------------------------------------- numbers

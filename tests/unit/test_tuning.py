@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from megamoe.backends.base import device_name
 from megamoe.errors import SpecError
 from megamoe.layer import open_layer
 from megamoe.spec import EpConfig, MoESpec
+from megamoe.symmetric.local import LocalGroup
 from megamoe.weights import random_experts
 
 SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=2, num_shared=1)
@@ -147,7 +150,7 @@ def test_another_version_of_the_program_searches_again(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"chosen": {}}', '{"chosen": {"block_m": "x"}}'],
+    ["", "{", "[]", '{"chosen": {}}', '{"chosen": {"block_m": "x"}}', "[" * 100_000, "\0"],
 )
 def test_a_broken_file_is_ignored(text):
     path = tuning.save(SPEC, OPEN, "gpu", chosen_of(OPEN), {})
@@ -155,12 +158,53 @@ def test_a_broken_file_is_ignored(text):
     assert tuning.tuned(SPEC, OPEN, "gpu") is OPEN
 
 
-def test_a_file_that_no_group_could_run_is_ignored():
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"wave_blocks": 999},
+        {"ring_l1_blocks": 100_000},
+        {"ring_l2_blocks": 1e400},
+        {"l2_lag_blocks": 1.5},
+        {"block_m": True},
+        {"block_m": None},
+    ],
+    ids=str,
+)
+def test_a_file_that_no_group_could_run_is_ignored(changed):
     path = tuning.save(SPEC, OPEN, "gpu", chosen_of(OPEN), {})
     found = json.loads(path.read_text())
-    found["chosen"]["wave_blocks"] = 999
+    found["chosen"] |= changed
     path.write_text(json.dumps(found))
     assert tuning.tuned(SPEC, OPEN, "gpu") is OPEN
+
+
+def test_a_save_that_fails_leaves_what_was_and_nothing_else():
+    path = tuning.save(SPEC, OPEN, "gpu", chosen_of(OPEN), {})
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        tuning.save(SPEC, OPEN, "gpu", chosen_of(OPEN), {"trials": object()})
+    assert [p.read_text() for p in path.parent.iterdir()] == [before]
+
+
+def test_ranks_whose_caches_differ_take_the_recommendation(monkeypatch):
+    one = replace(OPEN, num_workers=1)
+    group = LocalGroup(2)
+    own = threading.local()
+    saved = chosen_of(one)
+    monkeypatch.setattr(
+        "megamoe.layer.tuned",
+        lambda spec, config, device: saved if own.rank in own.tuned else config,
+    )
+
+    def opened(rank, tuned):
+        own.rank, own.tuned = rank, tuned
+        with open_layer(SPEC, one, backend="cpu", rendezvous=group.rendezvous(rank)) as layer:
+            return layer.config
+
+    for tuned, want in (((0,), one.resolved(SPEC)), ((0, 1), saved.resolved(SPEC))):
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(opened, range(2), [tuned] * 2))
+        assert found == [want] * 2
 
 
 def test_it_can_be_switched_off(monkeypatch):
