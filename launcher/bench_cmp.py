@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from launcher.console import DebugFlag, JsonFlag, errors_to_exit, print_json, stdout, table
+from launcher.results import read_results
 from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import ATTENTION_MODELS
 
@@ -52,6 +53,8 @@ def command(
             raise SpecError(f"--what {unknown[0]}: must be one of {', '.join(_WHAT)}")
         if model not in ATTENTION_MODELS:
             raise SpecError(f"--model {model}: must be one of {', '.join(ATTENTION_MODELS)}")
+        if output and output.exists():
+            read_results(output)  # rows are added to it
         rows = measure(chosen, model, tokens or [16], kv or [8192], copies, trace)
         if output:
             from launcher.cmp_rows import merge_rows

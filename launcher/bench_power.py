@@ -57,13 +57,14 @@ def command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "deepseek-v3",
     ranks: RanksOption = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens per rank. May be repeated.")
+        list[int] | None,
+        typer.Option(min=1, max=(1 << 24) - 1, help="Tokens per rank. May be repeated."),
     ] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Fewer experts than the model has.")
     ] = None,
-    hidden: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
-    inter: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
+    inter: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
     variant: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(VARIANTS)}. May be repeated.")
     ] = None,

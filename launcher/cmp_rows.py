@@ -27,6 +27,7 @@ from launcher.attention_rows import (
     time_graph,
     time_replays,
 )
+from launcher.console import make_folder_for
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -199,4 +200,5 @@ def merge_rows(path: Path, rows: Sequence[Row], meta: Mapping[str, Any]) -> None
     kept = [row for row in held["rows"] if key(row) not in new]
     held["meta"]["cmp"] = dict(meta)
     held["rows"] = [*kept, *rows]
+    make_folder_for(path)
     path.write_text(json.dumps(held, indent=1) + "\n")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from launcher.attention_rows import Copies
 from launcher.attention_trace import STAMPS, chrome_trace, timeline_svg
 from launcher.cmp_rows import plan_for
+from launcher.console import make_folder_for
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -70,6 +71,7 @@ def save_trace(path: Path, copies: Copies, batch: Batch, mode: Mode) -> float:
             graph.launch(torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
     made = records(bounds[-1].stamps())
+    make_folder_for(path)
     path.write_text(json.dumps(chrome_trace(*made)))
     path.with_suffix(".svg").write_text(timeline_svg(*made))
     return bounds[-1].span_us()

@@ -52,8 +52,8 @@ def command(
     experts: Annotated[
         int | None, typer.Option(min=1, help="Fewer experts than the model has.")
     ] = None,
-    hidden: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
-    inter: Annotated[int | None, typer.Option(help="Instead of the model's.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
+    inter: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
     weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
     block_m: Annotated[
         int, typer.Option(help="Rows of a ring block; 0 takes the backend's choice.")
@@ -207,6 +207,7 @@ def _report(
     if group.first:
         write_trace(output, chrome_trace(traces, samples))
         if svg is not None:
+            make_folder_for(svg)
             svg.write_text(timeline_svg(traces[0], title=title))
         figures = [trace_figures(trace) for trace in traces]
         if as_json:

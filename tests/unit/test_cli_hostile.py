@@ -129,6 +129,24 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(words, option, 
         refused(*words, *more, option, tmp_path, what="cannot be written")
 
 
+def test_folders_that_are_missing_are_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "tiny", MoESpec(hidden=128, inter=128, num_experts=4, topk=2))
+    monkeypatch.setenv("MEGAMOE_TRACE", "1")  # the command sets it: undone after the test
+    files = [tmp_path / name / "x" for name in ("output", "svg")]
+    options = ["--model", "tiny", "--tokens", "4", "--ranks", "1", "--backend", "cpu"]
+    options += ["--output", str(files[0]), "--svg", str(files[1])]
+    found = CliRunner().invoke(app, ["trace", "moe", *options])
+    assert found.exit_code == 0, found.output
+    assert all(path.stat().st_size for path in files)
+
+
+def test_a_damaged_file_is_not_found_out_after_the_measuring(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"meta": {}, "rows": [')
+    refused("bench", "cmp", "--output", path, what="is no JSON file")
+    assert path.read_text() == '{"meta": {}, "rows": ['
+
+
 def test_a_search_whose_result_could_not_be_kept_does_not_begin(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path / "file"))
