@@ -35,7 +35,7 @@ from megamoe.backends.base import hopper_available
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.choice import choose_engine
 from megamoe.cmp.graphs import CmpGraph
-from megamoe.errors import BackendUnavailable, CapacityError, SpecError
+from megamoe.errors import BackendUnavailable, CapacityError, InputError, SpecError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 
@@ -44,6 +44,7 @@ __all__ = ["AttentionPre", "AttentionPreOutput", "Engine", "open_attention_pre"]
 Engine = Literal["auto", "megakernel", "cmp", "oracle"]
 _KEPT: Final = 32
 """Batch buckets whose buffers are kept."""
+_MOST_PAGES: Final = 1 << 24
 
 
 class AttentionPreOutput(NamedTuple):
@@ -100,6 +101,7 @@ class AttentionPre:
             num_pages, INDEX_PAGE * (INDEX_DIM + 4), dtype=torch.uint8, device=device
         )
         caches = {"latent_cache": self.latent_cache, "index_cache": self.index_cache}
+        self._closed = False
         self._runner: _Runner
         if engine == "oracle":
             self._runner = _OracleRunner(spec, weights, caches)
@@ -129,9 +131,12 @@ class AttentionPre:
                 keys of its request.
 
         Raises:
-            InputError: a shape, dtype, device, page or position that does not fit.
+            InputError: a shape, dtype, device, page or position that does not fit, two new tokens
+                in one place, or a closed layer.
             CapacityError: more keys than pages of the table, or than positions.
         """
+        if self._closed:
+            raise InputError("the layer is closed: open another one")
         batch, table = check_requests(
             new_tokens, context_lens, block_table, self.num_pages, self.max_positions
         )
@@ -143,6 +148,7 @@ class AttentionPre:
 
     def close(self) -> None:
         """Frees weights and caches."""
+        self._closed = True
         self._runner.close()
 
     def __enter__(self) -> Self:
@@ -302,21 +308,17 @@ def open_attention_pre(
             where there is no such GPU.
 
     Raises:
-        SpecError: an unknown engine, or a weight that is missing.
+        SpecError: an unknown engine, or a weight that is missing or not as the graph has it.
+        CapacityError: no such number of pages.
         BackendUnavailable: an engine that this machine cannot run.
     """
     if engine not in ("auto", "megakernel", "cmp", "oracle"):
         raise SpecError(
             f"engine = {engine!r}: must be 'auto', 'megakernel', 'cmp' or 'oracle' (the CPU)"
         )
-    if num_pages < 1:
-        raise CapacityError(f"num_pages = {num_pages}: must be positive")
-    needed = ["input_norm", "q_norm", "kv_norm", "w_gate", "w_uk", "rope_table"]
-    needed += ["index_norm", "index_norm_bias"]
-    for name in ("w_qkv_a", "w_index_k", "w_index_q", "w_q_b"):
-        needed += [name, f"{name}_scales"]
-    if missing := [name for name in needed if name not in weights]:
-        raise SpecError(f"no weight {', '.join(missing)}: the layer needs {', '.join(needed)}")
+    if type(num_pages) is not int or not 1 <= num_pages <= _MOST_PAGES:
+        raise CapacityError(f"num_pages = {num_pages!r}: must be in 1..{_MOST_PAGES}")
+    _check_weights(spec, weights)
     if engine == "auto" and not hopper_available():
         engine = "oracle"
     if engine != "oracle" and not hopper_available():
@@ -325,3 +327,22 @@ def open_attention_pre(
             "runs on the CPU"
         )
     return AttentionPre(spec, weights, num_pages, engine)
+
+
+def _check_weights(spec: AttentionPreSpec, weights: Mapping[str, Tensor]) -> None:
+    tensors = attention_pre_graph(spec).tensors.values()
+    needed = {t.name: t for t in tensors if t.kind == "weight"}
+    if missing := [name for name in needed if name not in weights]:
+        raise SpecError(f"no weight {', '.join(missing)}: the layer needs {', '.join(needed)}")
+    for name, want in needed.items():
+        have = weights[name]
+        fits = len(have.shape) == len(want.shape) and all(
+            n == size or (size == "?" and n > 0)
+            for n, size in zip(have.shape, want.shape, strict=True)
+        )
+        if not fits or have.dtype != TORCH_DTYPES[want.dtype]:
+            shape = ", ".join(map(str, want.shape))
+            raise SpecError(
+                f"weight {name} is {have.dtype} {list(have.shape)}: must be "
+                f"{TORCH_DTYPES[want.dtype]} [{shape}]"
+            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -59,7 +60,12 @@ def check_requests(
         InputError: counts, a table or a page that do not fit.
         CapacityError: more keys than pages of the table, or than positions.
     """
-    new, lengths = [int(n) for n in new_tokens], [int(n) for n in context_lens]
+    try:
+        new, lengths = [index(n) for n in new_tokens], [index(n) for n in context_lens]
+    except TypeError:
+        raise InputError(
+            f"new_tokens {new_tokens!r}, context_lens {context_lens!r}: must be whole numbers"
+        ) from None
     if len(new) != len(lengths) or not new:
         raise InputError(
             f"{len(new)} new_tokens and {len(lengths)} context_lens: one of each per request"
@@ -156,8 +162,16 @@ def make_step(
         x: BF16 [M, H].
         residual: BF16 [M, H].
         positions: int32 [M], or None for a token's place among the keys of its request.
+
+    Raises:
+        InputError: the table gives two new tokens one place.
     """
     places, slots = key_slots(batch.requests, table)
+    if len(set(slots.tolist())) < len(slots):
+        raise InputError(
+            "block_table gives two new tokens the same place in the caches: the page of a new "
+            "token must be its request's own"
+        )
     padded = torch.zeros(len(table), batch.table_pages, dtype=torch.int32)
     padded[:, : table.shape[1]] = table
     small = {

@@ -80,6 +80,12 @@ def test_a_second_step_sees_the_keys_of_the_first():
         ({"x": torch.zeros(8, 64, dtype=torch.bfloat16)}, InputError, "x is"),
         ({"x": torch.zeros(8, SMALL.hidden)}, InputError, "x is"),
         ({"new_tokens": [8, 1]}, InputError, "one of each per request"),
+        ({"new_tokens": [1.9, 1.9, 1.9]}, InputError, "whole numbers"),
+        (
+            {"block_table": torch.zeros(3, 8, dtype=torch.int32), "context_lens": [300] * 3},
+            InputError,
+            "same place",
+        ),
         ({"new_tokens": [4, 2, 2]}, InputError, "request 1 has 2 new tokens"),
         ({"context_lens": [300, 1, 10**6]}, CapacityError, "rotation table"),
         ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, CapacityError, "4 columns"),
@@ -105,3 +111,29 @@ def test_opening_refuses():
     if not torch.cuda.is_available():
         with pytest.raises(BackendUnavailable, match="Hopper"):
             open_attention_pre(SMALL, weights, num_pages=1, engine="cmp")
+
+
+@pytest.mark.parametrize("name", case().weights())
+def test_a_weight_of_another_shape_or_dtype_is_refused(name):
+    weights = case().weights()
+    right = weights[name]
+    bad = [right.float().double(), right[..., :-1].contiguous(), right[None]]
+    if name != "rope_table":  # any number of positions
+        bad.append(right[:-1].contiguous())
+    for wrong in bad:
+        with pytest.raises(SpecError, match=f"weight {name} is torch"):
+            open_attention_pre(SMALL, {**weights, name: wrong}, num_pages=1, engine="oracle")
+
+
+@pytest.mark.parametrize("pages", [True, 1.5, "4", None, 1 << 40])
+def test_pages_are_a_number_that_can_be(pages):
+    with pytest.raises(CapacityError, match="num_pages = "):
+        open_attention_pre(SMALL, case().weights(), num_pages=pages, engine="oracle")
+
+
+def test_a_closed_layer_says_so():
+    layer = opened()
+    layer.close()
+    layer.close()
+    with pytest.raises(InputError, match="the layer is closed"):
+        layer.run(**arguments())
