@@ -83,9 +83,10 @@ def command(
             lambda: published_layer(model, experts=experts, hidden=hidden, inter=inter)
         )
         names = group.together(lambda: _variants(variant, group.device))
+        counts = group.together(lambda: _counts(tokens, group.device))
         rows = [
             row
-            for count in tokens or [8192]
+            for count in counts
             for row in measure(
                 group, spec, model, count, names, seconds, rounds, seed, cast("Backend", backend)
             )
@@ -101,6 +102,16 @@ def command(
         backend=backend,
         debug=debug,
     )
+
+
+def _counts(tokens: list[int] | None, device: str) -> list[int]:
+    """The default is for GPUs: such a call of deepseek-v3 takes CPU ranks many minutes."""
+    if not tokens and device == "cpu":
+        raise SpecError(
+            "power is measured on GPUs; CPU ranks only show that it runs, and need --tokens: "
+            "take a small layer, like --model qwen3-30b --experts 16 --tokens 16"
+        )
+    return tokens or [8192]
 
 
 def _variants(names: list[str] | None, device: str) -> list[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.bench_power import summary
+from launcher.bench_power import _counts, summary
 from launcher.report import LEDGERS, build_report, kernel_resources, write_report
 from launcher.report_html import shown
-from megamoe.errors import BackendUnavailable
+from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import MODELS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -199,3 +199,10 @@ def test_resources_of_a_kernel_or_the_reason():
     else:
         assert found["spills"] == 0
         assert found["threads"] == 384
+
+
+def test_bench_power_on_cpu_ranks_wants_a_size():
+    assert _counts(None, "cuda:0") == [8192]
+    assert _counts([16], "cpu") == [16]
+    with pytest.raises(SpecError, match="--tokens 16"):
+        _counts(None, "cpu")
