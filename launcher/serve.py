@@ -78,7 +78,8 @@ def command(
         ),
     ] = None,
     cache_pages: Annotated[
-        int, typer.Option(min=1, help="Pages of 64 keys in each cache of attention_pre.")
+        int,
+        typer.Option(min=1, max=1 << 20, help="Pages of 64 keys in each cache of attention_pre."),
     ] = 1024,
     ranks: RanksOption = None,
     weight_dtype: Annotated[
@@ -97,7 +98,7 @@ def command(
         float, typer.Option(help="Limit of each wait inside a step, seconds.")
     ] = 10.0,
     heartbeat: Annotated[
-        float, typer.Option(help="Idle seconds between steps that prove progress.")
+        float, typer.Option(min=0.01, help="Idle seconds between steps that prove progress.")
     ] = 1.0,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Restarts of the group before giving up.")
@@ -149,6 +150,17 @@ def command(
     with errors_to_exit(debug=debug):
         need_backend(backend)
         source.check()
+        size = int(os.environ["WORLD_SIZE"]) if in_group else ranks or _default_ranks(backend)
+        config = EpConfig(
+            num_ranks=size,
+            max_tokens=max_tokens,
+            ring_l1_blocks=ring_blocks,
+            ring_l2_blocks=ring_blocks,
+            num_workers=workers,
+            timeout_s=timeout,
+        )
+        if random is not None:
+            config.resolved(source.spec())
         if attention_pre is not None:
             attention = AttentionSource(attention_pre, cache_pages, seed)
             attention.spec()
@@ -159,20 +171,12 @@ def command(
                 source,
                 backend=cast("Backend", backend),
                 heartbeat_s=heartbeat,
-                config=EpConfig(
-                    num_ranks=int(os.environ["WORLD_SIZE"]),
-                    max_tokens=max_tokens,
-                    ring_l1_blocks=ring_blocks,
-                    ring_l2_blocks=ring_blocks,
-                    num_workers=workers,
-                    timeout_s=timeout,
-                ),
+                config=config,
                 fields=fields,
                 attention=attention,
             )
         )
-    num_ranks = ranks or _default_ranks(backend)
-    supervisor = Supervisor(run_dir, fields, num_ranks, max_restarts, arguments(context))
+    supervisor = Supervisor(run_dir, fields, size, max_restarts, arguments(context))
     raise typer.Exit(supervisor.run())
 
 

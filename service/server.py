@@ -206,5 +206,6 @@ def run(config: ServiceConfig, run_dir: Path, follow_pid: int | None = None) -> 
         _log.error("another service uses %s: choose another --run-dir", run_dir)
         return EXIT_SETTING
     except OSError as error:
-        _log.error("%s", error.strerror or error)
+        place = f"{error.filename}: " if error.filename else ""
+        _log.error("%s%s", place, error.strerror or error)
         return EXIT_SETTING

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamoe.attention_layer import AttentionPre, open_attention_pre
 from megamoe.attention_step import key_slots
+from megamoe.errors import CapacityError
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 from service import ipc
 from service.arena import ATTENTION_OUTPUTS, Arena
@@ -45,13 +46,22 @@ class AttentionOptions:
         """The layer with its weights, on a rank's device."""
         from megamoe.attention_pre.data import random_weights
 
-        weights = random_weights(self.spec, self.num_pages * INDEX_PAGE, self.seed)
-        layer = open_attention_pre(
-            self.spec,
-            {name: t.to(device) for name, t in weights.items()},
-            num_pages=self.num_pages,
-            engine="oracle" if device == "cpu" else "auto",
-        )
+        try:
+            weights = random_weights(self.spec, self.num_pages * INDEX_PAGE, self.seed)
+            layer = open_attention_pre(
+                self.spec,
+                {name: t.to(device) for name, t in weights.items()},
+                num_pages=self.num_pages,
+                engine="oracle" if device == "cpu" else "auto",
+            )
+        except RuntimeError as error:  # torch has a class for it on GPUs only
+            if "memory" not in str(error):
+                raise
+            page = INDEX_PAGE * (self.spec.latent_row_bytes + INDEX_DIM + 4)
+            raise CapacityError(
+                f"--cache-pages {self.num_pages}: caches of {self.num_pages * page / 2**30:.1f} "
+                f"GiB and the layer's weights do not fit into this rank's memory: give fewer"
+            ) from None
         if layer.backend != "cpu":
             _compile(layer)
         return layer

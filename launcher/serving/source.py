@@ -39,8 +39,15 @@ class LayerSource:
         """
         if (self.checkpoint is None) == (self.random is None):
             raise SpecError("give either --checkpoint DIR (with --layer N) or --random SHAPE")
+        if self.weight_dtype not in (None, "fp8", "bf16"):
+            raise SpecError(f"--weight-dtype {self.weight_dtype}: must be fp8 or bf16")
         if self.random is not None:
             random_spec(self.random)
+            if self.weight_dtype is not None or self.layer is not None:
+                raise SpecError(
+                    "--layer and --weight-dtype go with --checkpoint: for random weights write "
+                    "dtype=fp8 or dtype=bf16 in --random"
+                )
         elif self.checkpoint is not None:
             if not (self.checkpoint / "config.json").is_file():
                 raise SpecError(f"--checkpoint {self.checkpoint} has no config.json")
@@ -147,6 +154,8 @@ def _sizes(
     rest: dict[str, str] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
+        if names.get(key) in given or key in rest:
+            raise SpecError(f"{option} {text!r}: {key} is given twice")
         if key in names and value.isdigit():
             given[names[key]] = int(value)
         elif key in names or not value:

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from launcher import console
 from launcher.checked import WRITTEN
 from launcher.cli import app
+from launcher.serving.source import AttentionSource
+from megamoe.errors import CapacityError
 from megamoe.spec import MODELS, MoESpec
 
 
@@ -286,3 +288,47 @@ def test_kernels_without_a_time_are_named(entry, tmp_path):
     refused("estimate", "gaps", "--kernels", tmp_path / "x.csv", what="kernel 0 is")
     (tmp_path / "x.csv").write_bytes(b"\xff,us\na,5")
     refused("estimate", "gaps", "--kernels", tmp_path / "x.csv", what="is no CSV file")
+
+
+# ---------------------------------------------------------------- serve
+
+TINY = "hidden=128,inter=128,experts=4,topk=2"
+ATTENTION = "hidden=256,heads=2,q_lora=128,kv_lora=128,nope=64,rope=64,index_heads=4"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--random", TINY, "--timeout", "0"], "timeout_s = 0.0"),
+        (["--random", TINY, "--max-tokens", "99999999"], "max_tokens = 99999999"),
+        (["--random", TINY, "--ranks", "3"], "num_experts = 4 is not divisible by num_ranks = 3"),
+        (["--random", TINY, "--heartbeat", "-1"], "--heartbeat"),
+        (["--random", f"{TINY},experts=5"], "experts is given twice"),
+        (["--random", f"{TINY},dtype=fp8,dtype=bf16"], "dtype is given twice"),
+        (["--random", TINY, "--weight-dtype", "bf16"], "write dtype=fp8 or dtype=bf16 in --random"),
+        (["--random", TINY, "--layer", "3"], "--layer and --weight-dtype go with --checkpoint"),
+        (["--checkpoint", ".", "--weight-dtype", "fp4"], "--weight-dtype fp4: must be fp8 or bf16"),
+        (["--random", TINY, "--attention-pre", f"{ATTENTION},heads=4"], "heads is given twice"),
+        (
+            ["--random", TINY, "--attention-pre", ATTENTION, "--cache-pages", "99999999"],
+            "--cache-pages",
+        ),
+    ],
+    ids=str,
+)
+def test_serve_refuses_before_it_starts_processes(options, what, monkeypatch):
+    monkeypatch.setattr("launcher.serve.Supervisor", lambda *a: pytest.fail("it began"))
+    refused("serve", "--backend", "cpu", *options, what=what)
+
+
+def test_caches_that_do_not_fit_are_told_by_their_option(monkeypatch):
+    source = AttentionSource(ATTENTION, 1000, 0)
+
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("megamoe.attention_pre.data.random_weights", full)
+    with pytest.raises(
+        CapacityError, match=r"--cache-pages 1000: caches of 0\.0 GiB .* do not fit"
+    ):
+        source.options().open("cpu")
