@@ -276,8 +276,12 @@ def _version(package: str) -> str | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """In one step, so that a reader never sees half of it."""
+    """In one step, so that a reader never sees half of it; not in the place of a device."""
     make_folder_for(path)
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)
