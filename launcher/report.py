@@ -162,11 +162,13 @@ def _power(row: Row) -> list[Figure]:
     ]
 
 
-def _overlap(row: Row, trace: Row | None) -> list[Figure]:
+def _overlap(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     """The bound C/B <= V_comp/V_comm beside what the trace measured."""
     spec, ranks = _spec_of(row), row.get("ranks") or 1
     found: list[Figure] = []
-    if spec is None or not isinstance(ranks, int):
+    if not meta.get("gpu"):
+        found.append(_figure("overlap bound", None, "", _CPU))
+    elif spec is None or not isinstance(ranks, int):
         found.append(_figure("overlap bound", None, "", "the row names no published model"))
     else:
         for figure in overlap(spec, ranks, H200):
@@ -195,7 +197,7 @@ def _times(row: Row) -> list[Figure]:
         ("stage_us", "staging alone", "µs"),
         ("floor_us", "floor", "µs"),
         ("fraction_of_floor", "fraction of floor", ""),
-        ("peer_us", "peer", "µs"),
+        ("peer_us", f"peer, {row['peer']}" if row.get("peer") else "peer", "µs"),
         ("unfused_us", "unfused pipeline", "µs"),
         ("gemms_us", "grouped GEMMs alone", "µs"),
         ("speedup", "peer over ours", "×"),
@@ -312,7 +314,7 @@ def build_report(
             {
                 "title": title,
                 "times": _times(row),
-                "overlap": _overlap(row, trace),
+                "overlap": _overlap(row, meta, trace),
                 "ledgers": ledgers,
             }
         )
