@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.console import DebugFlag, errors_to_exit, report
+from launcher.results import read_results
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
@@ -31,7 +31,7 @@ def command(
     from launcher.report import build_report, kernel_resources, write_report
 
     with errors_to_exit(debug=debug):
-        found = _read(results)
+        found = read_results(results)
         rows = found["rows"]
         model = str(rows[0].get("model")) if rows else ""
         taken = None
@@ -42,17 +42,14 @@ def command(
             found,
             kind="attention-pre" if rows and "variant" in rows[0] else "moe",
             resources=taken,
-            power=_read(power)["rows"] if power is not None else (),
+            power=_power(power) if power is not None else (),
         )
         for path in write_report(folder, made):
             report(f"written: {path}")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise SpecError(f"{path} is no JSON file: {error}") from None
-    if not isinstance(found, dict) or not {"meta", "rows"} <= found.keys():
-        raise SpecError(f"{path} holds no meta and rows: give a file that a benchmark has written")
-    return found
+def _power(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = read_results(path)["rows"]
+    if not all({"variant", "burst_us", "sustained_us", "series"} <= row.keys() for row in rows):
+        raise SpecError(f"--power {path}: give a file that `megamoe bench power` has written")
+    return rows

@@ -38,6 +38,7 @@ from launcher.console import (
 )
 from launcher.meta import run_meta
 from launcher.ranks import Group, run_in_group
+from launcher.results import read_json
 from launcher.soak import SoakOptions, soak
 from megamoe.errors import SpecError
 from megamoe.spec import EpConfig, MoESpec
@@ -168,6 +169,8 @@ def command(
                 as_json,
             )
         )
+        if output is not None:
+            group.together(lambda: _read(output))  # before the work whose result it would lose
         if calls or soak_s:
             return _soak(
                 group,
@@ -402,7 +405,9 @@ def _over(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | N
 
 def _read(path: Path) -> dict[str, Any]:
     """An earlier result: cases keep its soaks, soaks its cases."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise SpecError(f"--output {path} holds no results: name another file, or remove it")
     return found
 
 

@@ -156,6 +156,7 @@ def test_a_damaged_file_is_not_found_out_after_the_measuring(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"meta": {}, "rows": [')
     refused("bench", "cmp", "--output", path, what="is no JSON file")
+    refused("stress", "--ranks", 1, "--output", path, what="is no JSON file")
     assert path.read_text() == '{"meta": {}, "rows": ['
 
 
@@ -249,6 +250,13 @@ def test_files_that_are_no_results(name, tmp_path):
     path.write_bytes(FILES[name])
     refused("estimate", "moe", "--against", path, what=str(path))
     refused("estimate", "gaps", "--kernels", path, what=str(path))
+    refused("report", path, tmp_path / "report", what=str(path))
+
+
+def test_power_of_a_report_is_a_power_experiments(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"meta": {}, "rows": [ROW]}))
+    refused("report", path, tmp_path / "report", "--power", path, what="megamoe bench power")
 
 
 @pytest.mark.parametrize(
