@@ -158,7 +158,7 @@ X = torch.zeros(4, 256).bfloat16()
         ({"hidden_states": X}, ["--split", "3"], "is 3 tokens, but"),
         ({"hidden_states": X}, ["--layer", "0"], "is a dense layer; MoE layers are 1"),
         ({"hidden_states": X}, ["--weight-dtype", "int4"], "weight_dtype = 'int4'"),
-        ({"hidden_states": X}, ["--backend", "tpu"], "backend = 'tpu'"),
+        ({"hidden_states": X}, ["--backend", "tpu"], "--backend tpu: must be"),
         ({"hidden_states": X}, ["--timeout", "0"], "timeout_s = 0"),
     ],
 )
