@@ -87,6 +87,17 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KB");
 
+MEGAMOE_DEVICE void init_pages(SharedStorage& s) {
+    for (uint32_t i = 0; i < kWeightPages; ++i) {
+        ptx::barrier_init(s.weight_full[i], 1);
+        ptx::barrier_init(s.weight_free[i], kMathWarps);
+    }
+    for (uint32_t i = 0; i < kInputPages; ++i) {
+        ptx::barrier_init(s.input_full[i], 2);  // bytes, and the scales' ordinary stores
+        ptx::barrier_init(s.input_free[i], kMathWarps);
+    }
+}
+
 // A position in the ring of slots.
 struct Cursor {
     uint32_t slot = 0, phase = 0;

@@ -149,23 +149,8 @@ MEGAMOE_DEVICE void load_keys(const AttentionParams& p, SharedStorage& s, const 
         }
         const uint32_t use = t.slot.weight_page + i / 2;
         const WeightPage page(use);
-        uint64_t& full = s.weight_full[page.index];
         if (!__all_sync(~0u, wait_weight_page(p, s, use, [] {}))) return;
-        if (lane == 0) {
-            if (count > 0)
-                ptx::arrive_expect(full, count * kCachePageBytes);
-            else
-                ptx::arrive(full);
-        }
-        __syncwarp();
-        const uint32_t number = __shfl_sync(~0u, entry, (i + (lane & 1)) % 32);
-        if (lane < count) {
-            ptx::load_box(s.weights[page.index] + lane * kCacheCodeBytes, map, 0,
-                          int32_t(number * (kCachePageBytes / kBlockBytes)), full);
-            ptx::bulk_load(s.key_scale[page.index] + lane * kCacheKeys,
-                           cache + uint64_t(number) * kCachePageBytes + kCacheCodeBytes,
-                           kCacheKeys * 4, full);
-        }
+        load_key_pages(s, page.index, map, cache, entry, i, count);
         uses = use + 1;
     }
 }

@@ -88,14 +88,7 @@ MEGAMOE_DEVICE void run_part(const Task& t) {
 
 MEGAMOE_DEVICE void init(SharedStorage& s) {
     ptx::barrier_init(s.scales_ready[0], 1);
-    for (uint32_t i = 0; i < kWeightPages; ++i) {
-        ptx::barrier_init(s.weight_full[i], 1);
-        ptx::barrier_init(s.weight_free[i], kMathWarps);
-    }
-    for (uint32_t i = 0; i < kInputPages; ++i) {
-        ptx::barrier_init(s.input_full[i], 2);  // bytes, and the scales' ordinary stores
-        ptx::barrier_init(s.input_free[i], kMathWarps);
-    }
+    init_pages(s);
     ptx::barrier_init_fence();
     s.stop = 0;
 }

@@ -2,6 +2,7 @@
 // the producers; inputs do. Both fill the pages that the task bodies of csrc/attention_pre read.
 #pragma once
 
+#include "attention_pre/loaders.cuh"
 #include "cmp/params.cuh"
 
 namespace megamoe::attention {
@@ -86,23 +87,8 @@ MEGAMOE_DEVICE void load_keys(const CmpParams& p, SharedStorage& s) {
             waited = true;
         }
         const WeightPage page(i / 2);
-        uint64_t& full = s.weight_full[page.index];
         wait_free(s, i / 2);
-        if (lane == 0) {
-            if (count > 0)
-                ptx::arrive_expect(full, count * kCachePageBytes);
-            else
-                ptx::arrive(full);
-        }
-        __syncwarp();
-        const uint32_t number = __shfl_sync(~0u, entry, (i + (lane & 1)) % 32);
-        if (lane < count) {
-            ptx::load_box(s.weights[page.index] + lane * kCacheCodeBytes, p.maps.weights, 0,
-                          int32_t(number * (kCachePageBytes / kBlockBytes)), full);
-            ptx::bulk_load(s.key_scale[page.index] + lane * kCacheKeys,
-                           cache + uint64_t(number) * kCachePageBytes + kCacheCodeBytes,
-                           kCacheKeys * 4, full);
-        }
+        load_key_pages(s, page.index, p.maps.weights, cache, entry, i, count);
     }
     if (p.trigger == Trigger::kWeights && lane == 0) ptx::launch_dependents();
 }
