@@ -23,9 +23,16 @@ import typer
 from launcher.console import (
     EXIT_WRONG,
     BackendOption,
+    BlockRowsOption,
     DebugFlag,
+    ExpertsOption,
     JsonFlag,
+    ModelOption,
     RanksOption,
+    RingBlocksOption,
+    SeedOption,
+    WeightDtypeOption,
+    WorkersOption,
     human_bytes,
     make_folder_for,
     print_json,
@@ -37,7 +44,6 @@ from launcher.console import (
 from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.errors import SpecError
-from megamoe.spec import MODELS
 
 if TYPE_CHECKING:
     from launcher.moe_rows import BenchOptions
@@ -70,7 +76,7 @@ SUITES: Final[dict[str, list[tuple[str, list[tuple[str, str]]]]]] = {
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "qwen3-30b",
+    model: ModelOption = "qwen3-30b",
     ranks: RanksOption = None,
     tokens: Annotated[
         list[str] | None,
@@ -92,19 +98,11 @@ def command(
         str | None,
         typer.Option(help=f"Instead of model, tokens and routing: {', '.join(SUITES)}."),
     ] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Fewer experts than the model has.")
-    ] = None,
-    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
-    block_m: Annotated[
-        int, typer.Option(help="Rows of a ring block; 0 takes the backend's choice.")
-    ] = 0,
-    ring_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
-    ] = 0,
-    workers: Annotated[
-        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
-    ] = 0,
+    experts: ExpertsOption = None,
+    weight_dtype: WeightDtypeOption = "fp8",
+    block_m: BlockRowsOption = 0,
+    ring_blocks: RingBlocksOption = 0,
+    workers: WorkersOption = 0,
     sustain: Annotated[
         float,
         typer.Option(min=0, help="Seconds of calls back to back on GPUs, for power and clocks."),
@@ -117,7 +115,7 @@ def command(
     sample: Annotated[
         int, typer.Option(min=1, help="Tokens per rank that are compared with the oracle.")
     ] = 4,
-    seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
+    seed: SeedOption = 1,
     backend: BackendOption = "auto",
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     report: Annotated[

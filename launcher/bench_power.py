@@ -23,8 +23,12 @@ from launcher.console import (
     EXIT_WRONG,
     BackendOption,
     DebugFlag,
+    ExpertsOption,
     JsonFlag,
+    ModelOption,
     RanksOption,
+    SeedOption,
+    SizeOption,
     make_folder_for,
     print_json,
     stdout,
@@ -33,7 +37,7 @@ from launcher.console import (
 from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.errors import SpecError
-from megamoe.spec import MODELS, EpConfig, MoESpec
+from megamoe.spec import EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,23 +58,21 @@ _MOST_WAVE: Final = 32
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "deepseek-v3",
+    model: ModelOption = "deepseek-v3",
     ranks: RanksOption = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, max=(1 << 24) - 1, help="Tokens per rank. May be repeated."),
     ] = None,
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Fewer experts than the model has.")
-    ] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
-    inter: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
+    experts: ExpertsOption = None,
+    hidden: SizeOption = None,
+    inter: SizeOption = None,
     variant: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(VARIANTS)}. May be repeated.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of a turn.")] = 3.0,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each variant.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
+    seed: SeedOption = 1,
     backend: BackendOption = "auto",
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     as_json: JsonFlag = False,

@@ -31,6 +31,22 @@ PREFIXES: Final = ("A0", "C0", "B1", "B0", "D0", "D1", "D2", "E1")
 """The order in which stages join the graph in the table of prefixes."""
 
 
+def _row(
+    what: str,
+    batch: Batch,
+    bounds: Sequence[BoundCmp],
+    traced: Sequence[BoundCmp],
+    mode: Mode,
+    programmatic: Sequence[tuple[str, str]] | None = None,
+) -> Row:
+    """Cold: many runs in a graph, and one run alone."""
+    timing = time_runs(bounds, mode, programmatic=programmatic)
+    graph_us, span = time_single(traced, mode, programmatic=programmatic)
+    return table_row(
+        what, batch, "cold", timing, graph_us=round(graph_us, 3), span_us=round(span, 3)
+    )
+
+
 def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) -> list[Row]:
     """A0 -> B0p alone: three places of the consumer's wait, the edge programmatic or not."""
     full = partition(attention_pre_graph(copies.spec))
@@ -48,19 +64,8 @@ def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) 
             bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
             traced = [BoundCmp(plan, t, tuning=tuning, only=only, trace=True) for t in tensors]
             for mode in modes:
-                timing = time_runs(bounds, mode)
-                graph_us, span = time_single(traced, mode)
-                pdl = mode == "branches_pdl"
-                made.append(
-                    table_row(
-                        f"edge A0->B0p {wait}{' pdl' if pdl else ''}",
-                        batch,
-                        "cold",
-                        timing,
-                        graph_us=round(graph_us, 3),
-                        span_us=round(span, 3),
-                    )
-                )
+                pdl = " pdl" if mode == "branches_pdl" else ""
+                made.append(_row(f"edge A0->B0p {wait}{pdl}", batch, bounds, traced, mode))
     return made
 
 
@@ -105,18 +110,8 @@ def bench_counter(
         traced = [BoundCmp(plan, t, trace=True) for t in tensors]
         always = [("Op", "Of")]
         for name, edges in (("off", always), ("pdl", [*always, ("Of", "N")])):
-            timing = time_runs(bounds, "branches_pdl", programmatic=edges)
-            graph_us, span = time_single(traced, "branches_pdl", programmatic=edges)
-            made.append(
-                table_row(
-                    f"counter O->RMSNorm {name}",
-                    batch,
-                    "cold",
-                    timing,
-                    graph_us=round(graph_us, 3),
-                    span_us=round(span, 3),
-                )
-            )
+            what = f"counter O->RMSNorm {name}"
+            made.append(_row(what, batch, bounds, traced, "branches_pdl", programmatic=edges))
     return made
 
 

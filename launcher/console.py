@@ -37,14 +37,24 @@ from megamoe.errors import (
     PeerTimeout,
     SymmetricMemoryError,
 )
+from megamoe.spec import MODELS
 
 __all__ = [
     "EXIT_ERROR",
     "EXIT_WRONG",
     "BackendOption",
+    "BlockRowsOption",
     "DebugFlag",
+    "ExpertsOption",
     "JsonFlag",
+    "ModelOption",
     "RanksOption",
+    "RingBlocksOption",
+    "SeedOption",
+    "SizeOption",
+    "StoredDtypeOption",
+    "WeightDtypeOption",
+    "WorkersOption",
     "counted",
     "errors_to_exit",
     "human_bytes",
@@ -90,6 +100,25 @@ BackendOption = Annotated[
     str,
     typer.Option("--backend", help="auto, cpu or cuda; auto takes Hopper GPUs if there are any."),
 ]
+
+RingBlocksOption = Annotated[
+    int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
+]
+BlockRowsOption = Annotated[
+    int, typer.Option(help="Rows of a ring block; 0 takes the backend's choice.")
+]
+WorkersOption = Annotated[
+    int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
+]
+SeedOption = Annotated[int, typer.Option(help="Of weights, activations and routes.")]
+StoredDtypeOption = Annotated[
+    str | None, typer.Option(help="fp8 or bf16; converts at load. Default: what is stored.")
+]
+# A published layer, or a part of one: what `launcher.models.published_layer` takes.
+ModelOption = Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")]
+ExpertsOption = Annotated[int | None, typer.Option(min=1, help="Fewer experts than the model has.")]
+SizeOption = Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")]
+WeightDtypeOption = Annotated[str, typer.Option(help="fp8 or bf16.")]
 
 _HINTS: Final[dict[type[MegaMoeError], str]] = {
     CapacityError: "`megamoe plan moe` shows what rings and token counts need.",

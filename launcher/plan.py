@@ -16,6 +16,7 @@ from launcher.checked import Command
 from launcher.console import (
     DebugFlag,
     JsonFlag,
+    WeightDtypeOption,
     errors_to_exit,
     human_bytes,
     print_json,
@@ -67,7 +68,7 @@ def moe(
     experts: Annotated[int | None, typer.Option(help="E; without --model.")] = None,
     topk: Annotated[int | None, typer.Option(help="K; without --model.")] = None,
     shared: Annotated[int | None, typer.Option(help="Shared experts.")] = None,
-    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    weight_dtype: WeightDtypeOption = "fp8",
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens per rank and call.")] = 8192,
     ranks: Annotated[str, typer.Option(help="EP sizes, like 1,2,4,8.")] = "1,2,4,8",
     block_m: Annotated[int, typer.Option(help="Rows of a ring block.")] = 128,

@@ -18,6 +18,9 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    RingBlocksOption,
+    StoredDtypeOption,
+    WorkersOption,
     counted,
     human_bytes,
     make_folder_for,
@@ -68,10 +71,7 @@ def command(
     ],
     output: Annotated[Path, typer.Option(help="safetensors to write: hidden_states BF16 [T,H].")],
     ranks: RanksOption = None,
-    weight_dtype: Annotated[
-        str | None,
-        typer.Option(help="fp8 or bf16; converts at load. Default: what is stored."),
-    ] = None,
+    weight_dtype: StoredDtypeOption = None,
     split: Annotated[
         str | None,
         typer.Option(help="Tokens of each rank, like 100,28. Default: an even split."),
@@ -79,12 +79,8 @@ def command(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="The most tokens per rank and call; more makes more calls.")
     ] = 4096,
-    ring_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
-    ] = 0,
-    workers: Annotated[
-        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
-    ] = 0,
+    ring_blocks: RingBlocksOption = 0,
+    workers: WorkersOption = 0,
     backend: BackendOption = "auto",
     timeout: Annotated[float, typer.Option(help="Limit of each wait inside a call, seconds.")] = 30,
     as_json: JsonFlag = False,

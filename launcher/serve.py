@@ -32,6 +32,9 @@ from launcher.console import (
     BackendOption,
     DebugFlag,
     RanksOption,
+    RingBlocksOption,
+    StoredDtypeOption,
+    WorkersOption,
     errors_to_exit,
 )
 from launcher.ranks import arguments, need_backend
@@ -82,17 +85,10 @@ def command(
         typer.Option(min=1, max=1 << 20, help="Pages of 64 keys in each cache of attention_pre."),
     ] = 1024,
     ranks: RanksOption = None,
-    weight_dtype: Annotated[
-        str | None,
-        typer.Option(help="fp8 or bf16; converts at load. Default: what is stored."),
-    ] = None,
+    weight_dtype: StoredDtypeOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank in one step.")] = 512,
-    ring_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
-    ] = 0,
-    workers: Annotated[
-        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
-    ] = 0,
+    ring_blocks: RingBlocksOption = 0,
+    workers: WorkersOption = 0,
     backend: BackendOption = "auto",
     timeout: Annotated[
         float, typer.Option(help="Limit of each wait inside a step, seconds.")

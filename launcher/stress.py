@@ -29,6 +29,7 @@ from launcher.console import (
     DebugFlag,
     JsonFlag,
     RanksOption,
+    WeightDtypeOption,
     counted,
     make_folder_for,
     print_json,
@@ -113,7 +114,7 @@ def command(
     experts: Annotated[int, typer.Option(help="E.")] = 16,
     topk: Annotated[int, typer.Option(help="K.")] = 4,
     shared: Annotated[int, typer.Option(help="Shared experts.")] = 1,
-    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
+    weight_dtype: WeightDtypeOption = "fp8",
     block_m: Annotated[str, typer.Option(help="Rows of a ring block, like 8,128.")] = "8",
     workers: Annotated[
         int | None,

@@ -19,9 +19,17 @@ import typer
 from launcher.console import (
     EXIT_WRONG,
     BackendOption,
+    BlockRowsOption,
     DebugFlag,
+    ExpertsOption,
     JsonFlag,
+    ModelOption,
     RanksOption,
+    RingBlocksOption,
+    SeedOption,
+    SizeOption,
+    WeightDtypeOption,
+    WorkersOption,
     make_folder_for,
     print_json,
     stderr,
@@ -30,7 +38,7 @@ from launcher.console import (
 )
 from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group, sampler_of
-from megamoe.spec import MODELS, EpConfig, MoESpec
+from megamoe.spec import EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from launcher.moe_perfetto import MeteredSample
@@ -45,27 +53,19 @@ _PERIOD_S: Final = 0.02
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "qwen3-30b",
+    model: ModelOption = "qwen3-30b",
     ranks: RanksOption = None,
     tokens: Annotated[str, typer.Option(help="Tokens per rank: T, T0,T1,… or PATTERN:T.")] = "64",
     routing: Annotated[str, typer.Option(help="Routing, like zipf:1.2.")] = "uniform",
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Fewer experts than the model has.")
-    ] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
-    inter: Annotated[int | None, typer.Option(min=1, help="Instead of the model's.")] = None,
-    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
-    block_m: Annotated[
-        int, typer.Option(help="Rows of a ring block; 0 takes the backend's choice.")
-    ] = 0,
-    ring_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks of each ring; 0 takes the recommendation.")
-    ] = 0,
-    workers: Annotated[
-        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
-    ] = 0,
+    experts: ExpertsOption = None,
+    hidden: SizeOption = None,
+    inter: SizeOption = None,
+    weight_dtype: WeightDtypeOption = "fp8",
+    block_m: BlockRowsOption = 0,
+    ring_blocks: RingBlocksOption = 0,
+    workers: WorkersOption = 0,
     calls: Annotated[int, typer.Option(min=1, help="Calls, of which the last is kept.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
+    seed: SeedOption = 1,
     backend: BackendOption = "auto",
     seconds: Annotated[
         float, typer.Option(min=0, help="Calls go on for so long, for power and clocks.")

@@ -18,8 +18,13 @@ from launcher.console import (
     EXIT_WRONG,
     BackendOption,
     DebugFlag,
+    ExpertsOption,
     JsonFlag,
+    ModelOption,
     RanksOption,
+    SeedOption,
+    WeightDtypeOption,
+    WorkersOption,
     human_bytes,
     make_folder_for,
     print_json,
@@ -30,7 +35,6 @@ from launcher.console import (
 )
 from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
-from megamoe.spec import MODELS
 
 if TYPE_CHECKING:
     from launcher.tuner import TuneOptions
@@ -41,7 +45,7 @@ __all__ = ["command"]
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "qwen3-30b",
+    model: ModelOption = "qwen3-30b",
     ranks: RanksOption = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="What layers are opened for; the result belongs to it.")
@@ -55,22 +59,18 @@ def command(
         ),
     ] = None,
     routing: Annotated[str, typer.Option(help="As of bench moe, like zipf:1.2.")] = "uniform",
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="Fewer experts than the model has.")
-    ] = None,
+    experts: ExpertsOption = None,
     shared: Annotated[
         int | None, typer.Option(min=0, help="Shared experts; by default the model's.")
     ] = None,
-    weight_dtype: Annotated[str, typer.Option(help="fp8 or bf16.")] = "fp8",
-    workers: Annotated[
-        int, typer.Option(min=0, help="CPU worker threads per rank; 0 shares out the cores.")
-    ] = 0,
+    weight_dtype: WeightDtypeOption = "fp8",
+    workers: WorkersOption = 0,
     margin: Annotated[
         float, typer.Option(min=0, help="A candidate must be faster by this part.")
     ] = 0.02,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 3,
     calls: Annotated[int, typer.Option(min=1, help="Timed calls in a turn.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of weights, activations and routes.")] = 1,
+    seed: SeedOption = 1,
     backend: BackendOption = "auto",
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Whether open_layer shall use the result.")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Generic, TypeVar
 
 from service.ipc import Submit, SubmitAttention
 
 __all__ = ["AttentionQueue", "StepQueue", "rank_rows"]
+
+S = TypeVar("S", Submit, SubmitAttention)
 
 
 def rank_rows(num_tokens: int, num_ranks: int, rank: int) -> range:
@@ -16,7 +19,29 @@ def rank_rows(num_tokens: int, num_ranks: int, rank: int) -> range:
     return range(begin, begin + base + (rank < extra))
 
 
-class StepQueue:
+class _Queue(Generic[S]):
+    """Requests in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[S] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, submit: S) -> None:
+        """Adds a request."""
+        self._waiting.append(submit)
+
+    def cancel(self, request: int) -> bool:
+        """Withdraws a request; False when it is not waiting."""
+        for submit in self._waiting:
+            if submit.request == request:
+                self._waiting.remove(submit)
+                return True
+        return False
+
+
+class StepQueue(_Queue[Submit]):
     """Requests in order of arrival.
 
     A step takes the oldest request and then, in order, every other that fits beside it and has
@@ -24,11 +49,8 @@ class StepQueue:
     """
 
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self.capacity = capacity
-        self._waiting: deque[Submit] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def put(self, submit: Submit) -> None:
         """Adds a request.
@@ -40,15 +62,7 @@ class StepQueue:
             raise ValueError(
                 f"request {submit.request} has {submit.num_tokens} tokens: 1..{self.capacity}"
             )
-        self._waiting.append(submit)
-
-    def cancel(self, request: int) -> bool:
-        """Withdraws a request; False when it is not waiting."""
-        for submit in self._waiting:
-            if submit.request == request:
-                self._waiting.remove(submit)
-                return True
-        return False
+        super().put(submit)
 
     def take(self, now: float) -> tuple[list[Submit], list[Submit]]:
         """The next step's requests, and those whose deadline has passed."""
@@ -67,26 +81,8 @@ class StepQueue:
         return batch, expired
 
 
-class AttentionQueue:
+class AttentionQueue(_Queue[SubmitAttention]):
     """Attention-pre requests in order of arrival; a step takes one."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[SubmitAttention] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, submit: SubmitAttention) -> None:
-        """Adds a request."""
-        self._waiting.append(submit)
-
-    def cancel(self, request: int) -> bool:
-        """Withdraws a request; False when it is not waiting."""
-        for submit in self._waiting:
-            if submit.request == request:
-                self._waiting.remove(submit)
-                return True
-        return False
 
     def take(self, now: float) -> tuple[SubmitAttention | None, list[SubmitAttention]]:
         """The oldest request whose deadline has not passed, and those before it."""

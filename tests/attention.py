@@ -20,11 +20,12 @@ from torch import Tensor
 from megamoe.attention_pre.data import random_caches, random_inputs, random_weights
 from megamoe.attention_pre.plan import Buffer
 from megamoe.attention_pre.tiling import Batch
+from megamoe.backends.attention_operands import TORCH_DTYPES
 from megamoe.reference.attention_pre import AttentionPreOracle, read_index, read_latent
 from megamoe.reference.quant import dequantize_1x128
 from megamoe.spec import AttentionPreSpec
 
-__all__ = ["DTYPES", "SMALL", "AttentionCase", "check_attention", "poisoned"]
+__all__ = ["SMALL", "AttentionCase", "check_attention", "poisoned"]
 
 SMALL = AttentionPreSpec(
     hidden=512,
@@ -35,14 +36,6 @@ SMALL = AttentionPreSpec(
     qk_rope=64,
     index_heads=8,
 )
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "e4m3": torch.float8_e4m3fn,
-    "fp32": torch.float32,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bytes": torch.uint8,
-}
 
 
 def poisoned(buffers: Iterable[Buffer]) -> dict[str, Tensor]:
@@ -50,7 +43,7 @@ def poisoned(buffers: Iterable[Buffer]) -> dict[str, Tensor]:
     made = {}
     for buffer in buffers:
         assert all(isinstance(d, int) for d in buffer.shape), buffer
-        tensor = torch.empty(buffer.shape, dtype=DTYPES[buffer.dtype])
+        tensor = torch.empty(buffer.shape, dtype=TORCH_DTYPES[buffer.dtype])
         tensor.view(torch.uint8).fill_(0xFF)
         made[buffer.name] = tensor
     return made
