@@ -22,6 +22,7 @@ from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 if TYPE_CHECKING:
     import torch
 
+    from megamoe.symmetric.base import Rendezvous
     from megamoe.telemetry import Sampler
 
 __all__ = [
@@ -64,11 +65,13 @@ class Group:
         rank: this rank.
         num_ranks: R.
         device: where this rank's tensors live: ``"cpu"`` or ``"cuda:N"``.
+        members: its process group; None is the default one, or none where a rank is alone.
     """
 
     rank: int
     num_ranks: int
     device: str
+    members: Any = None
 
     @property
     def first(self) -> bool:
@@ -82,8 +85,25 @@ class Group:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.members)
         return values
+
+    def part(self, size: int) -> Group | None:
+        """Collective: the group of the first ``size`` ranks; None on the others."""
+        if self.num_ranks == 1:
+            return self
+        import torch.distributed as dist
+
+        members = dist.new_group(list(range(size)))
+        return Group(self.rank, size, self.device, members) if self.rank < size else None
+
+    def rendezvous(self) -> Rendezvous | None:
+        """What ``open_layer`` gets; None: let it find the group."""
+        if self.members is None:
+            return None
+        from megamoe.symmetric.base import GroupRendezvous
+
+        return GroupRendezvous(self.members)
 
     def barrier(self) -> None:
         """Collective: returns when every rank has come."""
@@ -178,6 +198,7 @@ def run_in_group(
     default_ranks: int,
     backend: str,
     debug: bool,
+    threads: bool = False,
 ) -> None:
     """Runs ``work`` on every rank of a group, starting the group where there is none yet.
 
@@ -189,10 +210,17 @@ def run_in_group(
         default_ranks: R where nothing is asked for.
         backend: ``"cpu"`` keeps ranks off the GPUs.
         debug: show tracebacks.
+        threads: ranks are threads of this process (``launcher/thread_ranks.py``).
 
     Raises:
         typer.Exit: always; code 0 when every rank returned 0.
     """
+    if threads:
+        from launcher.thread_ranks import run_in_threads
+
+        with errors_to_exit(debug=debug):
+            code = run_in_threads(ranks or default_ranks, backend, work)
+        raise typer.Exit(code)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         size = int(os.environ["WORLD_SIZE"])
         with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):

@@ -116,15 +116,22 @@ def soak(group: Group, options: SoakOptions, bar: Progress) -> dict[str, Any]:
         layers = []
         for config in configs:
             layer = group.together(
-                lambda config=config: open_layer(options.spec, config, backend=options.backend)  # type: ignore[misc]
+                lambda config=config: open_layer(  # type: ignore[misc]
+                    options.spec,
+                    config,
+                    backend=options.backend,
+                    rendezvous=group.rendezvous(),
+                )
             )
             stack.enter_context(layer)
             layer.load_weights(random_experts(options.spec, group.rank, group.num_ranks, seed=0))
             layers.append(_Opened(layer))
         batches, error = _batches(group, options, layers[0].layer)
-        if group.device != "cpu":
-            for opened in layers:
-                _capture(opened, batches)
+        for rank in range(group.num_ranks if group.device != "cpu" else 0):
+            if rank == group.rank:  # while one thread captures, no other may touch the device
+                for opened in layers:
+                    _capture(opened, batches)
+            group.barrier()
         group.barrier()
         started = time.perf_counter()
         tally = _Tally()
@@ -250,7 +257,7 @@ def _capture(opened: _Opened, batches: list[_Batch]) -> None:
     for pattern in range(len(_PATTERNS)):
         held = [t.clone() for t in next(b for b in batches if b.pattern == pattern).inputs]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             y = opened.layer.run(held[0], held[1], held[2])
         opened.graphs.append((graph, held, y))
 

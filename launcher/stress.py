@@ -2,11 +2,13 @@
 
     megamoe stress --ranks 4 --output stress.json
     megamoe stress --ranks 2 --backend cuda --calls 10000 --output stress.json
+    megamoe stress --ranks 4 --backend cuda --threads     # all on one GPU
     torchrun --nproc-per-node 4 -m launcher.stress
 
 Every case (routing, tokens of each rank, EP size, rows of a block, ring capacity) is compared bit
-for bit with the largest ring, and that with the oracle, row by row. One group of processes serves
-all cases; an EP size below the number of processes runs on the first of them. With ``--calls`` or
+for bit with the largest ring, and that with the oracle, row by row. One group of ranks serves all
+cases; an EP size below their number runs on the first of them. Ranks are processes, or threads of
+one process, which is how four of them run at once on one GPU. With ``--calls`` or
 ``--soak`` it makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
 """
 
@@ -142,6 +144,10 @@ def command(
     output: Annotated[Path | None, typer.Option(help="Write every case to this JSON file.")] = None,
     backend: BackendOption = "auto",
     timeout: Annotated[float, typer.Option(help="Limit of each wait inside a call, s.")] = 30,
+    threads: Annotated[
+        bool,
+        typer.Option("--threads", help="Ranks are threads that share a GPU, not processes."),
+    ] = False,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
@@ -192,7 +198,14 @@ def command(
         return _stress(group, options)
 
     run_in_group(
-        context, "launcher.stress", ranks, work, default_ranks=4, backend=backend, debug=debug
+        context,
+        "launcher.stress",
+        ranks,
+        work,
+        default_ranks=4,
+        backend=backend,
+        debug=debug,
+        threads=threads,
     )
 
 
@@ -232,19 +245,16 @@ def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
 
 
 def _stress(group: Group, options: _Options) -> int:
-    import torch.distributed as dist
-
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     with progress(shown=group.first and not options.json) as bar:
         for size in options.sizes:
-            # Collective over all processes, also those that the size leaves out.
-            members = dist.new_group(list(range(size))) if group.num_ranks > 1 else None
-            if group.rank < size:
+            part = group.part(size)
+            if part is not None:
                 loads = list(_loads(options, size))
                 total = len(RINGS) * len(options.block_m) * len(loads)
                 task = bar.add_task(f"EP{size}", total=total)
-                for row in _size_rows(group, options, size, loads, members):
+                for row in _size_rows(part, options, loads):
                     rows.append(row)
                     bar.advance(task)
             group.barrier()
@@ -255,14 +265,12 @@ def _stress(group: Group, options: _Options) -> int:
     return max(code)
 
 
-def _size_rows(
-    group: Group, options: _Options, size: int, loads: list[_Load], members: Any
-) -> Iterator[dict[str, Any]]:
+def _size_rows(group: Group, options: _Options, loads: list[_Load]) -> Iterator[dict[str, Any]]:
     """All cases of one EP size, ring by ring; the first ring holds everything."""
     from megamoe.layer import open_layer
-    from megamoe.symmetric.base import GroupRendezvous
     from megamoe.weights import random_experts
 
+    size = group.num_ranks
     largest: dict[_Load, tuple[Tensor, float, str]] = {}
     for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
         base = EpConfig(
@@ -274,13 +282,12 @@ def _size_rows(
         )
         most = base.max_blocks(options.spec)
         config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
-        rendezvous = None if members is None else GroupRendezvous(members)
         with open_layer(
-            options.spec, config, backend=options.backend, rendezvous=rendezvous
+            options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
         ) as layer:
             layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
             for load in loads:
-                yield _case(group, options, layer, load, largest, members)
+                yield _case(group, options, layer, load, largest)
 
 
 def _case(
@@ -289,7 +296,6 @@ def _case(
     layer: MoELayer,
     load: _Load,
     largest: dict[_Load, tuple[Tensor, float, str]],
-    members: Any,
 ) -> dict[str, Any]:
     """One case on one rank; the row is complete on the first rank."""
     import torch
@@ -312,7 +318,7 @@ def _case(
     same = torch.equal(y.view(torch.int16), first.view(torch.int16))
     if not same:
         error, problem = _judge(group, spec, load, (x, idx, weight), y)
-    mine = {
+    mine: dict[str, Any] = {
         "same": same,
         "error": error,
         "problem": problem,
@@ -321,7 +327,7 @@ def _case(
         "l2": counters.high_water_l2,
         "idx": idx,
     }
-    every = _gather(mine, num_ranks, members)
+    every = group.gather(mine)
     spread = skew([m["idx"] for m in every], spec)
     blocks = _blocks(spec, layer.config.block_m, [m["idx"] for m in every])
     return {
@@ -386,16 +392,6 @@ def _expert(spec: MoESpec, expert: int) -> ExpertWeights:
     from megamoe.weights import random_expert
 
     return random_expert(spec, expert, 0, seed=0)
-
-
-def _gather(value: dict[str, Any], num_ranks: int, members: Any) -> list[dict[str, Any]]:
-    if num_ranks == 1:
-        return [value]
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * num_ranks
-    dist.all_gather_object(values, value, group=members)
-    return values
 
 
 def _over(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | None:

@@ -13,6 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from launcher import stress
+from launcher.thread_ranks import run_in_threads
+from megamoe.errors import SpecError
 from megamoe.layer import MoELayer
 
 SMALL = ["--tokens", "10", "--hidden", "128", "--inter", "128", "--experts", "4", "--topk", "2"]
@@ -48,6 +50,49 @@ def test_two_rank_processes(tmp_path):
     assert any(r["reuses_l1"] == 0 for r in rows)
     assert max(r["max_over_mean"] for r in rows) == 2.0  # all_to_one
     assert max(r["skew"]["empty_experts"] for r in rows) == 3  # one_expert
+
+
+def test_ranks_as_threads(app, tmp_path):
+    """The same cases in one process, EP sizes below the number of ranks among them."""
+    out = tmp_path / "stress.json"
+    args = ["--threads", "--ranks", "3", "--sizes", "1,3", "--output", str(out), "--json"]
+    result = CliRunner().invoke(app, [*args, *SMALL, "--experts", "6"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    by_size = {n: [r for r in rows if r["ranks"] == n] for n in (1, 3)}
+    assert len(by_size[1]) == len(stress.RINGS) * 13
+    assert len(by_size[3]) == len(stress.RINGS) * len(stress.ROUTINGS) * 3
+    assert all(len(r["tokens_per_rank"]) == 3 for r in by_size[3])
+    assert all(r["ok"] for r in rows)
+    assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
+
+
+def test_a_soak_of_threads(app):
+    args = ["--threads", "--ranks", "2", "--calls", "60", "--misses", "1", "--timeout", "1.5"]
+    result = CliRunner().invoke(app, [*args, "--json", *SMALL])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["ok"]
+    assert (found["ranks"], found["missed_calls"]) == (2, 1)
+    assert found["calls"] >= 60
+
+
+def test_what_one_thread_raises_ends_the_others(monkeypatch):
+    """Ranks that wait for the failed one hear of it; the cause is raised, not the echo."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def work(group):
+        if group.rank == 1:
+            raise ValueError("of rank 1")
+        group.barrier()
+        return 0
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        run_in_threads(3, "cpu", work)
+    assert run_in_threads(3, "cpu", lambda group: max(group.gather(group.rank))) == 2
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SpecError, match="torchrun started this process"):
+        run_in_threads(2, "cpu", work)
 
 
 def test_sees_a_flipped_bit(app, monkeypatch):

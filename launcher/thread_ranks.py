@@ -1,0 +1,103 @@
+"""Groups whose ranks are threads of one process, on one GPU or on CPUs.
+
+Processes that share a GPU take turns on it, a few milliseconds each. Threads share it: each has a
+stream and its part of the SMs, so that kernels of all ranks run at the same time, and thousands of
+calls take seconds. Windows are then plain device memory, not the symmetric memory of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from launcher.ranks import Group, device_of
+from megamoe.errors import SpecError
+from megamoe.symmetric.base import Rendezvous
+from megamoe.symmetric.local import LocalGroup
+
+__all__ = ["ThreadGroup", "run_in_threads"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ThreadGroup(Group):
+    """A thread's view of its group; ``members`` is the ``LocalGroup``."""
+
+    def gather(self, value: T) -> list[T]:
+        """Collective: every rank's value itself, by rank: none is copied."""
+        return [v["value"] for v in self.members.exchange(self.rank, {"value": value})]
+
+    def part(self, size: int) -> Group | None:
+        """Collective: the group of the first ``size`` ranks; None on the others."""
+        made = self.gather(LocalGroup(size) if self.first else None)[0]
+        return ThreadGroup(self.rank, size, self.device, made) if self.rank < size else None
+
+    def rendezvous(self) -> Rendezvous:
+        """What ``open_layer`` gets."""
+        found: Rendezvous = self.members.rendezvous(self.rank)
+        return found
+
+    def collect_rows(self, rows: Any, counts: list[int]) -> Any:
+        """Not for threads: their rows are in one process already."""
+        raise NotImplementedError
+
+
+def run_in_threads(num_ranks: int, backend: str, work: Callable[[Group], int]) -> int:
+    """Runs ``work`` once per rank, each in a thread with a stream of its own.
+
+    Args:
+        num_ranks: R.
+        backend: ``"cpu"`` keeps ranks off the GPUs.
+        work: gets the group; returns the exit code.
+
+    Returns:
+        The largest code.
+
+    Raises:
+        SpecError: this process is a rank of torchrun already.
+        Exception: the first that a rank raised, after all threads have ended.
+    """
+    if "RANK" in os.environ:
+        raise SpecError("--threads, but torchrun started this process: leave one of them out")
+    # A kernel that is loaded at its first use may wait for those of other ranks, and streams that
+    # share a queue wait for each other; both would wait for a rank that waits for them.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    members = LocalGroup(num_ranks)
+    codes: dict[int, int] = {}
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            device = device_of(rank, backend)
+            with _stream(device):
+                codes[rank] = work(ThreadGroup(rank, num_ranks, device, members))
+        except BaseException as e:  # noqa: BLE001 - raised below, in the caller's thread
+            errors.append(e)
+            members.abort()
+
+    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Ranks that another one has left find the group broken: show the cause, not the echo.
+    causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    for error in (*causes, *errors):
+        raise error
+    return max(codes.values())
+
+
+def _stream(device: str) -> Any:
+    """A stream of one's own; nothing on CPUs."""
+    if device == "cpu":
+        return nullcontext()
+    import torch
+
+    torch.cuda.set_device(device)
+    return torch.cuda.stream(torch.cuda.Stream())
