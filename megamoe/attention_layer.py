@@ -146,6 +146,15 @@ class AttentionPre:
             check_positions(positions, batch.rows, self.max_positions)
         return self._runner.run(make_step(batch, table, x, residual, positions))
 
+    def prepare(self, rows: Sequence[int]) -> None:
+        """Plans calls of one request of so many rows, before the first of them.
+
+        That one then compiles what all of them need; else a call compiles anew, for tens of
+        seconds, when it is the first that needs a body of its own. Nothing to do on the CPU.
+        """
+        if isinstance(self._runner, _DeviceRunner):
+            self._runner.plan_ahead([Batch(((count, count),)) for count in rows])
+
     def close(self) -> None:
         """Frees weights and caches."""
         self._closed = True
@@ -256,6 +265,10 @@ class _DeviceRunner:
         return AttentionPreOutput(
             **{member: found.tensors[name].clone() for member, name in _MEMBERS.items()}
         )
+
+    def plan_ahead(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self._planner.plan(batch)
 
     def _prepare(self, step: Step, engine: Engine) -> _Prepared:
         plan = self._planner.plan(step.batch)

@@ -22,8 +22,8 @@ __all__ = ["AttentionExecutor", "AttentionOptions"]
 
 MAX_TOKENS: Final = 128
 """The kernels have no bodies for more rows."""
-ROWS: Final = (8, 16, 32, 64, 128)
-"""Up to each of which the kernels' bodies are the same."""
+ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Up to each of which the kernels' bodies are the same; below 8 only those of the scores differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,7 @@ def _compile(layer: AttentionPre) -> None:
 
     Compiling takes tens of seconds, once per machine: not while requests wait.
     """
+    layer.prepare(ROWS)
     for rows in ROWS:
         if rows > layer.num_pages * INDEX_PAGE:
             break
