@@ -9,10 +9,16 @@
 #ifndef MEGAMOE_TRACE
 #define MEGAMOE_TRACE 0
 #endif
+// Sums of waits for stages and of epilogues, too: a math thread then reads clocks at every step of a
+// mainloop.
+#ifndef MEGAMOE_TRACE_WAITS
+#define MEGAMOE_TRACE_WAITS 0
+#endif
 
 namespace megamoe {
 
 inline constexpr bool kTrace = MEGAMOE_TRACE != 0;
+inline constexpr bool kTraceWaits = kTrace && MEGAMOE_TRACE_WAITS;
 
 // Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_configs.py has the names.
 enum TraceSlot : uint32_t {
@@ -130,16 +136,17 @@ struct Trace : TraceLog<kTrace> {
     }
 };
 
-// Adds the time until its end to a slot. For one thread of the role. No register holds the begin.
+// Adds the time until its end to a slot, with MEGAMOE_TRACE_WAITS. For one thread of the role. No
+// register holds the begin.
 class TraceSpan {
   public:
     MEGAMOE_DEVICE TraceSpan(Trace& trace, TraceSlot slot, bool on = true)
         : trace_(trace), slot_(slot), on_(on) {
-        if constexpr (kTrace)
+        if constexpr (kTraceWaits)
             if (on_) trace_.add(slot_, -clock64());
     }
     MEGAMOE_DEVICE ~TraceSpan() {
-        if constexpr (kTrace)
+        if constexpr (kTraceWaits)
             if (on_) trace_.add(slot_, clock64());
     }
 
