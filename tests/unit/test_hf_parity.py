@@ -18,20 +18,9 @@ from megamoe.errors import SpecError
 from megamoe.reference.moe import moe_forward
 from megamoe.weights import iter_local_experts
 from tests.compare import assert_bitwise, assert_matches_unquantised
+from tests.hf_blocks import BLOCKS, LAYER, hf_block, hidden_states
 
 transformers = pytest.importorskip("transformers")
-
-# Sizes that a family cannot have otherwise: V4's shared expert is always one.
-BLOCKS = {
-    "deepseek_v3": ("DeepseekV3MoE", {"num_shared": 2}),
-    "deepseek_v32": ("DeepseekV32MoE", {"num_shared": 1}),
-    "glm_moe_dsa": ("GlmMoeDsaMoE", {"num_shared": 1}),
-    "glm4_moe": ("Glm4MoeMoE", {"num_shared": 1}),
-    "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {}),
-    "mixtral": ("MixtralSparseMoeBlock", {}),
-    "deepseek_v4": ("DeepseekV4SparseMoeBlock", {}),
-}
-LAYER, TOKENS = 1, 48
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +41,6 @@ def folders(tmp_path_factory):
     return get
 
 
-def _block(folder, family):
-    """transformers' MoE block of the layer, in FP32, plain eager experts."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    )
-    block = model.model.layers[LAYER].mlp
-    assert type(block).__name__ == BLOCKS[family][0]
-    return block.eval()
-
-
-def _hidden(hidden=384, tokens=TOKENS):
-    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(9)).bfloat16()
-
-
 def _ours(checkpoint, x, weight_dtype, num_ranks=2):
     """Every rank's experts, read as that rank would, and the whole batch through the oracle."""
     spec = checkpoint.moe_spec(LAYER, weight_dtype)
@@ -81,8 +56,8 @@ def _ours(checkpoint, x, weight_dtype, num_ranks=2):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_agree(family, folders):
-    x = _hidden()
-    block = _block(folders(family)["bf16"], family)
+    x = hidden_states()
+    block = hf_block(folders(family)["bf16"], family)
     with torch.no_grad():
         want = block(x.float()[None])[0]
     checkpoint = Checkpoint.open(folders(family)["bf16"])
@@ -105,7 +80,7 @@ def test_routers_from_checkpoints_agree(family, folders):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folders(family)["bf16"], dtype=torch.bfloat16
     )
-    x = _hidden()
+    x = hidden_states()
     with torch.no_grad():
         _, want_weight, want_ids = model.model.layers[LAYER].mlp.gate(x)
     ids, weight = Checkpoint.open(folders(family)["bf16"]).router(LAYER)(x)
@@ -118,7 +93,7 @@ def test_fused_files_hold_the_same_layer(family, folders, tmp_path):
     sizes = {"hidden": 384, "inter": 256, "num_experts": 8, "topk": 3, **BLOCKS[family][1]}
     fused = write_checkpoint(tmp_path / "fused", family, seed=4, fused=True, **sizes)
     assert any("gate_up_proj" in name for name in _names(fused))
-    x = _hidden()
+    x = hidden_states()
     _, want = _ours(Checkpoint.open(folders(family)["bf16"]), x, "bf16")
     _, y = _ours(Checkpoint.open(fused), x, "bf16")
     assert_bitwise(y, want, family)
@@ -127,10 +102,10 @@ def test_fused_files_hold_the_same_layer(family, folders, tmp_path):
 def test_the_tolerance_finds_a_foreign_expert(folders):
     """Swapping two experts, or leaving out the shared one, is far outside the FP8 tolerance."""
     family = "deepseek_v3"
-    x = _hidden()
+    x = hidden_states()
     checkpoint = Checkpoint.open(folders(family)["bf16"])
     with torch.no_grad():
-        want = _block(folders(family)["bf16"], family)(x.float()[None])[0]
+        want = hf_block(folders(family)["bf16"], family)(x.float()[None])[0]
     spec = checkpoint.moe_spec(LAYER, "fp8")
     ids, weight = checkpoint.router(LAYER)(x.float())
     experts = list(iter_local_experts(checkpoint, LAYER, 0, 1, "fp8"))
