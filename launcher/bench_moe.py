@@ -99,6 +99,14 @@ def command(
         typer.Option(help=f"Instead of model, tokens and routing: {', '.join(SUITES)}."),
     ] = None,
     experts: ExpertsOption = None,
+    share_of: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Ranks hold the experts that they would hold in a group of so many: what a rank "
+            "of it does, without its links. 0: this group's.",
+        ),
+    ] = 0,
     weight_dtype: WeightDtypeOption = "fp8",
     block_m: BlockRowsOption = 0,
     ring_blocks: RingBlocksOption = 0,
@@ -131,10 +139,17 @@ def command(
         """One for each model."""
         from launcher.moe_rows import BenchOptions
 
+        if share_of and experts:
+            raise SpecError("--share-of and --experts both say how many experts there are")
+
         return [
             BenchOptions(
                 model=name,
-                spec=published_layer(name, experts=experts, weight_dtype=weight_dtype),
+                spec=published_layer(
+                    name,
+                    experts=_share(name, share_of, group.num_ranks) if share_of else experts,
+                    weight_dtype=weight_dtype,
+                ),
                 cases=cases,
                 against=_against(against, group.device),
                 block_m=block_m,
@@ -171,6 +186,14 @@ def _cases(
     if suite not in SUITES:
         raise SpecError(f"--suite {suite}: must be one of {', '.join(SUITES)}")
     return SUITES[suite]
+
+
+def _share(model: str, ranks: int, num_ranks: int) -> int:
+    """Experts of ``num_ranks`` ranks that hold what they would in a group of ``ranks``."""
+    experts = published_layer(model).num_experts
+    if experts % ranks:
+        raise SpecError(f"--share-of {ranks}: {model} has {experts} experts")
+    return experts // ranks * num_ranks
 
 
 def _against(names: list[str] | None, device: str) -> list[str]:

@@ -305,6 +305,7 @@ def _row(
         "sm_mhz": sustained and sustained.sm_mhz,
         "watts": sustained and sustained.watts,
         "throttle": sustained and sustained.throttle,
+        "gpm": sustained and sustained.counters,
         "max_rel_err": errors[ours.name].error if ours.name in errors else None,
         "errors": {n: {"rel_err": v.error, "allowed": v.allowed} for n, v in errors.items()},
         "calls": measured[ours.name].calls if ours.name in measured else 0,
@@ -369,7 +370,7 @@ def _reasons(row: dict[str, Any], why: dict[str, str], options: BenchOptions) ->
         "speedup": "peer",
         **dict.fromkeys(("unfused_us", "gemms_us"), "unfused"),
     }
-    held = ("sustained_us", "joules_per_token", "sm_mhz", "watts", "throttle")
+    held = ("sustained_us", "joules_per_token", "sm_mhz", "watts", "throttle", "gpm")
     found = dict(why)
     for name, value in row.items():
         if value is not None or name in found:

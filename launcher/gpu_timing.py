@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from launcher.gpm import Gpm, mean_rates
 from launcher.ranks import Group, sampler_of
 from launcher.timing import Times, times
 from megamoe.telemetry import Reading
@@ -33,6 +34,8 @@ class Sustained:
         sm_mhz: in the middle of the run, the slowest rank's; None where it cannot be read.
         watts: the sum over ranks, then.
         throttle: reasons for which any rank's clocks were held back, then.
+        counters: rates of the run's first half (``gpm.RATES``), means over ranks; None where the
+            GPU does not give them.
     """
 
     us: float
@@ -40,6 +43,7 @@ class Sustained:
     sm_mhz: float | None
     watts: float | None
     throttle: list[str] | None
+    counters: dict[str, float] | None = None
 
 
 class GpuTimer:
@@ -50,6 +54,8 @@ class GpuTimer:
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._one = torch.zeros(1, device="cuda")
         self.sampler = sampler_of(group.device)
+        uuid = torch.cuda.get_device_properties(group.device).uuid
+        self._gpm = Gpm(f"GPU-{uuid}")
 
     def _meet(self) -> None:
         """On the stream."""
@@ -100,21 +106,25 @@ class GpuTimer:
         before = self.sampler.read()
         start = time.perf_counter()
         begin.record()
-        for _ in range(count):
+        for i in range(count):
             call()
+            if i == 0:
+                self._gpm.begin()
         end.record()
         time.sleep(max(0.0, 0.6 * seconds - (time.perf_counter() - start)))
         during = self.sampler.read()
+        rates = self._gpm.end()
         torch.cuda.synchronize()
         after = self.sampler.read()
-        mine = (begin.elapsed_time(end) * 1e3 / count, before, during, after)
+        mine = (begin.elapsed_time(end) * 1e3 / count, before, during, after, rates)
         every = self._group.gather(mine)
         return Sustained(
             us=max(us for us, *_ in every),
-            joules=_per_call([_energy(b, a) for _, b, _, a in every], count),
-            sm_mhz=_least([d.values.get("sm_clock_hertz") for _, _, d, _ in every], 1e-6),
-            watts=_per_call([d.values.get("power_watts") for _, _, d, _ in every], 1),
-            throttle=_reasons([d for _, _, d, _ in every]),
+            joules=_per_call([_energy(b, a) for _, b, _, a, _ in every], count),
+            sm_mhz=_least([d.values.get("sm_clock_hertz") for _, _, d, _, _ in every], 1e-6),
+            watts=_per_call([d.values.get("power_watts") for _, _, d, _, _ in every], 1),
+            throttle=_reasons([d for _, _, d, _, _ in every]),
+            counters=mean_rates([r for *_, r in every]) or None,
         )
 
     def host_us(self, call: Callable[[], object], calls: int = 20) -> float:

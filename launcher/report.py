@@ -30,6 +30,8 @@ Row = Mapping[str, Any]
 _NO_TRACE: Final = "no trace was taken: bench moe --report takes one, of the first case"
 _NO_COUNTERS: Final = "needs the hardware counters of a profiler, which this program does not open"
 _CPU: Final = "CPU ranks"
+_NO_RATES: Final = "no sustained run with counters of the GPU (NVML's GPM)"
+_SUSTAINED: Final = "under sustained load, counters of the GPU"
 
 
 def _figure(name: str, value: Any, unit: str = "", reason: str = "") -> Figure:
@@ -51,6 +53,14 @@ def _of(row: Row, key: str, name: str, unit: str = "", scale: float = 1.0) -> Fi
     return _figure(name, value, unit, row.get("reasons", {}).get(key, ""))
 
 
+def _rate(row: Row, key: str, name: str, unit: str, scale: float = 1.0) -> Figure:
+    """One of the GPU's own counters (``launcher/gpm.py``)."""
+    value = (row.get("gpm") or {}).get(key)
+    scaled = None if value is None else round(value * scale, 4)
+    why = row.get("reasons", {}).get("gpm") or _NO_RATES
+    return _figure(name, scaled, f"{unit}, {_SUSTAINED}", why)
+
+
 def _on_cpu(row: Row, meta: Row) -> bool:
     return meta.get("backend") == "cpu" or not meta.get("gpu")
 
@@ -64,7 +74,12 @@ def _scheduling(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     if "variant" in row:  # of attention-pre
         one = 1 if str(row["variant"]).startswith("megakernel") else None
         launches = _figure("launches per call", one, "the kernel", "see docs/cmp.md")
-    found = [launches, _of(row, "host_us", "host time per call", "µs")]
+    found = [
+        launches,
+        _of(row, "host_us", "host time per call", "µs"),
+        _rate(row, "sm_active", "SMs active", "of the time"),
+        _rate(row, "tensor_active", "tensor cores active", "of the time"),
+    ]
     if trace is None:
         names = ("waits of the roles", "math busy", "additions to words in L2")
         return [*found, *(_figure(name, None, "", _NO_TRACE) for name in names)]
@@ -90,6 +105,7 @@ def _registers(row: Row, meta: Row, resources: Row | None) -> list[Figure]:
         _figure("shared memory per CTA", get("shared_bytes"), "B", why),
         _figure("threads per CTA", get("threads"), "", why),
         _figure("CTAs per SM", get("ctas_per_sm"), "", why),
+        _rate(row, "sm_occupancy", "warps resident", "of the most that an SM holds"),
         _of(row, "ring_tokens", "ring capacity", "rows"),
         *_counted(row),
     ]
@@ -120,6 +136,7 @@ def _hbm(row: Row, meta: Row) -> list[Figure]:
         _of(row, "hbm_gbs", "weights read", "GB/s, active experts' bytes over the call"),
         _figure("share of the read ceiling", share, f"of {H200.read / 1e12:g} TB/s", why or _CPU),
         _figure("weight bytes per token of a rank", per_token, "B", why),
+        _rate(row, "memory_active", "memory traffic", "of the peak bandwidth"),
         _figure("L2 hit rate", None, "", _NO_COUNTERS),
     ]
 
@@ -133,6 +150,8 @@ def _interconnect(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     return [
         _of(row, "nvlink_gbs", "NVLink, busier direction", "GB/s, remote rows over the call"),
         _figure("share of the link ceiling", share, f"of {H200.link / 1e9:g} GB/s", why),
+        _rate(row, "nvlink_receive_bytes_per_second", "NVLink in, with protocol", "GB/s", 1e-9),
+        _rate(row, "nvlink_transmit_bytes_per_second", "NVLink out, with protocol", "GB/s", 1e-9),
         _figure("remote rows pulled", remote, "by rank 0, traced", _NO_TRACE),
         _figure(
             "wave tail", tail, "µs between first and last unit out of tiles, traced", _NO_TRACE

@@ -113,7 +113,14 @@ class Timer:
 
     def sustained(self, call, seconds) -> Sustained:
         call()
-        return Sustained(us=50.0, joules=3.0, sm_mhz=1500.0, watts=900.0, throttle=["sw_power_cap"])
+        return Sustained(
+            us=50.0,
+            joules=3.0,
+            sm_mhz=1500.0,
+            watts=900.0,
+            throttle=["sw_power_cap"],
+            counters={"sm_active": 0.9},
+        )
 
     def host_us(self, call) -> float:
         call()
