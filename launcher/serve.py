@@ -96,6 +96,10 @@ def command(
     heartbeat: Annotated[
         float, typer.Option(min=0.01, help="Idle seconds between steps that prove progress.")
     ] = 1.0,
+    telemetry_interval: Annotated[
+        float,
+        typer.Option(min=0.0, max=60.0, help="Seconds between readings of sensors; 0 reads none."),
+    ] = 1.0,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Restarts of the group before giving up.")
     ] = 3,
@@ -167,6 +171,7 @@ def command(
                 source,
                 backend=cast("Backend", backend),
                 heartbeat_s=heartbeat,
+                telemetry_s=telemetry_interval,
                 config=config,
                 fields=fields,
                 attention=attention,
@@ -208,6 +213,7 @@ def _rank(
     config: EpConfig,
     backend: Backend,
     heartbeat_s: float,
+    telemetry_s: float,
     fields: dict[str, Any],
     attention: AttentionSource | None,
 ) -> int:
@@ -244,6 +250,7 @@ def _rank(
                 router=source.router,
                 run_dir=run_dir,
                 heartbeat_s=heartbeat_s,
+                telemetry_s=telemetry_s,
                 attention=attention.options() if attention is not None else None,
             ),
             http_pid,

@@ -422,7 +422,7 @@ class Engine(Protocol):
         ...
 
     def inject_fault(self, rank: int, action: str) -> None:
-        """Breaks a rank on purpose (``kill``, ``stop``, ``continue``).
+        """Breaks a rank on purpose (``kill``, ``stop``, ``continue``, ``blind``, ``see``).
 
         Raises:
             ValueError: no such rank or action.

@@ -131,11 +131,14 @@ class Hello(Message, frozen=True):
 
 
 class SignOfLife(Message, frozen=True):
-    """Once a second from each rank, from a thread that no step can hold up."""
+    """Once a second or more from each rank, from a thread that no step can hold up.
+
+    ``sample`` is None where no sensor was read since the last one.
+    """
 
     group: str
     rank: int
-    sample: TelemetrySample
+    sample: TelemetrySample | None
 
 
 class Done(Message, frozen=True):

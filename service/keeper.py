@@ -42,7 +42,13 @@ __all__ = ["GroupKeeper"]
 _log = logging.getLogger("megamoe.service")
 GRACE_S: Final = 1.0
 """After a fault, ranks have so long to end by themselves."""
-_ACTIONS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+_ACTIONS: Final = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "continue": signal.SIGCONT,
+    "blind": signal.SIGUSR1,  # its sensors cannot be read
+    "see": signal.SIGUSR2,
+}
 
 
 class GroupKeeper:
@@ -207,8 +213,9 @@ class GroupKeeper:
         elif isinstance(message, ipc.SignOfLife):
             if message.rank in group.ranks:
                 group.ranks[message.rank].alive_at = time.monotonic()
-                for on_sample in self.observers.telemetry:
-                    on_sample(message.sample)
+                if message.sample is not None:
+                    for on_sample in self.observers.telemetry:
+                        on_sample(message.sample)
         elif isinstance(message, ipc.Stepped):
             self._on_stepped(group, message)
         elif isinstance(message, ipc.Done):

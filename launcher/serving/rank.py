@@ -28,6 +28,8 @@ __all__ = ["run_rank"]
 
 _log = logging.getLogger("megamoe.rank")
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+BLIND, SEE = signal.SIGUSR1, signal.SIGUSR2
+"""Fault injection: from now on no sensor is read; the sensors are there again."""
 TICK_S: Final = 0.1
 LIFE_S: Final = 1.0
 STOP_SKEW_S: Final = 0.3
@@ -55,8 +57,12 @@ class _Watch:
         if http_pid is not None:
             self._watch(http_pid, "the HTTP process")
         self.sampler = sampler_of(device_of(_local_rank(), options.backend))
+        self.unread = ""  # why no sensor is read
+        if not options.telemetry_s:
+            self.unread = "--telemetry-interval is 0"
         self.told_at: float | None = None
         self.life_at = 0.0
+        self.read_at = 0.0
 
     def _watch(self, pid: int, who: str) -> None:
         try:
@@ -74,7 +80,8 @@ class _Watch:
         """Returns when the worker has ended."""
         watching = False
         while worker.is_alive():
-            came = signal.sigtimedwait(SIGNALS, TICK_S)
+            tick_s = min(TICK_S, self.options.telemetry_s or TICK_S)
+            came = signal.sigtimedwait((*SIGNALS, BLIND, SEE), tick_s)
             if self.shared.pids and not watching:
                 watching = True
                 for rank, pid in enumerate(self.shared.pids):
@@ -89,7 +96,9 @@ class _Watch:
                 worker.join(STOP_SKEW_S)
                 if worker.is_alive() and not self.shared.stopping:
                     self._end(1, f"{self.peers[gone[0][0]]} died")
-            if came is not None:
+            if came is not None and came.si_signo in (BLIND, SEE):
+                self.unread = "told not to look" if came.si_signo == BLIND else ""
+            elif came is not None:
                 self._told_to_stop()
             if self.told_at is not None and time.monotonic() - self.told_at > STOP_LIMIT_S:
                 self._end(1, "the drain took too long")
@@ -105,10 +114,16 @@ class _Watch:
 
     def _live(self) -> None:
         now = time.monotonic()
-        if self.shared.group and now - self.life_at >= LIFE_S:
-            self.life_at = now
-            sample = _sample(self.rank, self.sampler.read())
-            self._send(ipc.SignOfLife(self.shared.group, self.rank, sample))
+        due = now - self.read_at >= (self.options.telemetry_s or LIFE_S)
+        if not self.shared.group or not (due or now - self.life_at >= LIFE_S):
+            return
+        sample = None
+        if due:
+            self.read_at = now
+            reading = Reading(unavailable=self.unread) if self.unread else self.sampler.read()
+            sample = _sample(self.rank, reading)
+        self.life_at = now
+        self._send(ipc.SignOfLife(self.shared.group, self.rank, sample))
 
     def _send(self, message: ipc.SignOfLife | ipc.DrainWanted) -> None:
         if self.link is None:
@@ -141,7 +156,7 @@ def run_rank(options: RankOptions, http_pid: int | None) -> int:
         The exit status: 0 only after a stop that was asked for.
     """
     # Before any thread exists: signals are for ``_Watch`` alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, BLIND, SEE))
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     shared = Shared()

@@ -56,6 +56,7 @@ class RankOptions:
         run_dir: where the sockets lie.
         heartbeat_s: idle time between heartbeat steps.
         attention: the attention-pre layer that rank 0 holds too, if any.
+        telemetry_s: time between two readings of a rank's sensors; 0 reads none.
     """
 
     name: str
@@ -67,6 +68,7 @@ class RankOptions:
     run_dir: Path
     heartbeat_s: float
     attention: AttentionOptions | None = None
+    telemetry_s: float = 1.0
 
 
 @dataclass

@@ -44,6 +44,14 @@ def on_cpu(expert: ExpertWeights) -> ExpertWeights:
     return replace(expert, **{name: getattr(expert, name).cpu() for name in names})
 
 
+def metrics(served: Served) -> str:
+    return httpx.get(served.url + "/metrics", timeout=5).text
+
+
+def readings(served: Served, rank: int) -> int:
+    return len(re.findall(rf'^megamoe_gpu_\w+{{.*rank="{rank}"', metrics(served), re.M))
+
+
 def wait_until(happened, limit_s: float, served: Served) -> None:
     deadline = time.monotonic() + limit_s
     while not happened():
@@ -177,6 +185,17 @@ def test_sensors_are_read(served):
     assert served.metric("megamoe_telemetry_available") >= 1
     assert served.metric("megamoe_gpu_energy_joules_total") > 0
     assert served.metric("megamoe_gpu_memory_used_bytes") > 1 << 20
+
+
+def test_sensors_that_cannot_be_read_any_more_are_absent(served):
+    served.fault(1, "blind")
+    wait_until(
+        lambda: 'telemetry_available{rank="1",source="nvml"} 0.0' in metrics(served), 3, served
+    )
+    assert not readings(served, 1)
+    assert readings(served, 0) > 5  # rank 0 looks on
+    served.fault(1, "see")
+    wait_until(lambda: readings(served, 1) > 5, 3, served)
 
 
 @pytest.mark.parametrize("rank", [1, 0])

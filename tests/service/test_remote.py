@@ -408,7 +408,7 @@ def test_fault_injection_reaches_the_process():
             await open_group(engine, group)
             with pytest.raises(ValueError, match="rank = 2"):
                 engine.inject_fault(2, "kill")
-            with pytest.raises(ValueError, match="one of kill, stop, continue"):
+            with pytest.raises(ValueError, match="one of kill, stop, continue, blind, see"):
                 engine.inject_fault(0, "tickle")
             engine.inject_fault(0, "stop")
             state = Path(f"/proc/{group.processes[0].pid}/stat")

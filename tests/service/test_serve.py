@@ -6,6 +6,7 @@ One service lives through the faults in turn, as a deployed one would; each test
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -168,6 +169,30 @@ def test_telemetry_says_what_it_cannot_read(served, client):
         assert 'megamoe_telemetry_available{rank="0",source="nvml"} 0.0' in text
         assert "megamoe_gpu_" not in text
     assert served.metric('megamoe_steps_total{kind="heartbeat"}') > 0
+
+
+def test_a_rank_that_goes_blind_says_so_and_lives_on(served, client):
+    """The signals of fault injection reach the thread that reads sensors, and do not end it."""
+
+    def unread(rank: int) -> str:
+        name = ""
+        with httpx.stream("GET", served.url + "/events", timeout=10) as events:
+            for line in events.iter_lines():
+                if line == "event: state":
+                    name = "state"
+                elif name and line.startswith("data:"):
+                    sensors = json.loads(line[5:])["telemetry"]
+                    return next((s["unavailable"] for s in sensors if s["rank"] == rank), "")
+        raise AssertionError("no state was sent")
+
+    for action, blind in (("blind", True), ("see", False)):
+        served.fault(1, action)
+        deadline = time.monotonic() + 5
+        while (unread(1) == "told not to look") != blind:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert unread(0) != "told not to look"
+    assert served.metric("megamoe_group_generation") == 1
 
 
 def test_processes_and_files_are_private(served):
