@@ -5,6 +5,8 @@ python benchmarks/service_load.py --seconds 5 --no-write
 
 python benchmarks/service_load.py --only steps --backend cuda --ranks 2 --shape v4-flash \
     --clients 32 --seconds 15 --output benchmarks/results/service_h200x2.json
+python benchmarks/service_load.py --only telemetry --backend cuda --ranks 1 --shape v4-flash \
+    --clients 32 --seconds 60 --per-second 5 --output benchmarks/results/service_h200x1.json
 
 1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
    alone; latencies; resident memory of every process at a sixth of the time and at the end.
@@ -13,8 +15,9 @@ python benchmarks/service_load.py --only steps --backend cuda --ranks 2 --shape 
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
    same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
    run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
-4. ``steps`` (on request, meant for GPUs): time in the layer of the step sizes that occurred most,
-   against the bare layer on as many rows, and what the sensors' sampler costs the bare layer.
+4. ``steps`` and ``telemetry`` (on request, meant for GPUs): see ``service_steps.py``.
+
+Every row carries the commit and the load of the machine that it was measured on.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import psutil
@@ -44,6 +46,7 @@ from tritonclient.utils import InferenceServerException
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.service_steps import post, steps_row, telemetry_row  # noqa: E402
 from tests.service.served import Served, inputs_of, make_tokens, output_bits  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "service_cpu.json"
@@ -178,17 +181,6 @@ def echo_server() -> None:
     make_server(app, config).run([sock])
 
 
-def post(connection: http.client.HTTPConnection, path: str, body: bytes, headers: dict):
-    """(seconds, response headers, body)."""
-    begun = time.perf_counter()
-    connection.request("POST", path, body, headers)
-    answer = connection.getresponse()
-    data = answer.read()
-    took = time.perf_counter() - begun
-    assert answer.status == 200, data[:300]
-    return took, dict(answer.getheaders()), data
-
-
 def cost_row(requests: int) -> dict:
     from tritonclient.http import InferenceServerClient
 
@@ -244,215 +236,18 @@ def cost_row(requests: int) -> dict:
     }
 
 
-# ---------------------------------------------------------------------- steps
-
-MOST_COMMON = 4
-"""Step sizes that are compared with the bare layer."""
-BLOCKS, BLOCK_S = 7, 0.9
-"""Of the bare layer; in every second block the sampler reads."""
-OFTEN: Final = 20
-"""Readings a second there; a service takes one. The cost, and its noise, is divided by this."""
-
-
-def steps_row(args: argparse.Namespace) -> dict:
-    """The service's steps against the bare layer on as many rows, one after the other."""
-    import threading
-
-    from tritonclient.http import InferenceServerClient
-
-    from launcher.serving.source import random_spec
-
-    spec = random_spec(args.shape)
-    max_tokens = -(-args.clients * 128 // args.ranks)
-    options = ["--backend", args.backend, "--max-tokens", str(max_tokens), "--heartbeat", "5"]
-    kernels: dict[int, list[float]] = {}
-    requests = [0]
-    end = [0.0]
-    phases = ("queue", "host", "kernel")
-    with Served(*options, ranks=args.ranks, shape=args.shape) as served:
-        served.wait_ready(500)
-
-        def client(seed: int) -> None:
-            case = make_tokens(
-                128, seed, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
-            )
-            body, size = InferenceServerClient.generate_request_body(inputs_of(*case))
-            headers = {"Inference-Header-Content-Length": str(size)}
-            link = http.client.HTTPConnection("127.0.0.1", served.port)
-            while time.monotonic() < end[0]:
-                _, fields, data = post(link, "/v2/models/moe/infer", bytes(body), headers)
-                head = int(fields["inference-header-content-length"])
-                times = json.loads(data[:head])["parameters"]
-                requests[0] += 1
-                kernels.setdefault(times["step_tokens"], []).append(times["kernel_us"] * 1e-6)
-
-        def sums() -> dict[str, float]:
-            name = "megamoe_step_seconds"
-            found = {p: served.metric(f'{name}_sum{{phase="{p}"}}') for p in phases}
-            return {**found, "steps": served.metric(f'{name}_count{{phase="kernel"}}')}
-
-        before = sums()
-        end[0] = time.monotonic() + args.seconds
-        threads = [threading.Thread(target=client, args=(i,)) for i in range(args.clients)]
-        for thread in threads:
-            thread.start()
-        time.sleep(max(0.0, args.seconds - 1.5))
-        sensors = {
-            name: served.metric(f"megamoe_gpu_{name}") / args.ranks
-            for name in ("sm_clock_hertz", "power_watts", "temperature_celsius")
-        }
-        for thread in threads:
-            thread.join()
-        after = sums()
-        spans = host_spans(served)
-        served.note_processes()
-    steps = after["steps"] - before["steps"]
-    # A step is seen once by each of its requests.
-    common = sorted(kernels, key=lambda n: -len(kernels[n]) / n)[:MOST_COMMON]
-    batches = ",".join(str(n) for n in sorted(common))
-    bare = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={args.ranks}", __file__, "--bare", "--backend", args.backend,
-            "--shape", args.shape, "--tokens", str(max_tokens), "--batches", batches,
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if bare.returncode:
-        raise RuntimeError(bare.stderr[-4000:])
-    told = json.loads(bare.stdout.strip().splitlines()[-1])
-    compared = []
-    for n in sorted(common):
-        served_ms = statistics.median(kernels[n]) * 1e3
-        bare_ms = told["bare_ms"][str(n)]
-        compared.append(
-            {
-                "tokens": n,
-                "steps": round(len(kernels[n]) * 128 / n),
-                "kernel_ms": round(served_ms, 4),
-                "bare_ms": round(bare_ms, 4),
-                "ratio": round(served_ms / bare_ms, 3),
-            }
-        )
-    return {
-        "name": "steps",
-        "shape": args.shape,
-        "backend": args.backend,
-        "ranks": args.ranks,
-        "clients": args.clients,
-        "seconds": args.seconds,
-        "requests_per_s": round(requests[0] / args.seconds, 1),
-        "steps_per_s": round(steps / args.seconds, 1),
-        "mean_ms": {p: round((after[p] - before[p]) / steps * 1e3, 3) for p in phases},
-        "rank_ms": spans,
-        "timed_by": told["timed_by"],
-        "compared": compared,
-        "telemetry_overhead": told["telemetry_overhead"],
-        "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
-    }
-
-
-def host_spans(served: Served) -> dict[str, float]:
-    """Median milliseconds of a rank's host in each part of the last hundred steps with work."""
-    link = http.client.HTTPConnection("127.0.0.1", served.port)
-    link.request("GET", "/trace")
-    found: dict[str, list[float]] = {}
-    for event in json.loads(link.getresponse().read())["traceEvents"]:
-        if event["ph"] == "X" and event["name"] in ("gather", "layer", "scatter"):
-            found.setdefault(event["name"], []).append(event["dur"] * 1e-3)
-    return {name: round(statistics.median(taken), 3) for name, taken in found.items()}
-
-
-def bare(args: argparse.Namespace) -> None:
-    """One rank of the bare layer; rank 0 prints. Sensors are read in every second block."""
-    import torch
-    import torch.distributed as dist
-
-    from launcher.ranks import device_of, sampler_of
-    from launcher.serving.source import random_spec
-    from megamoe.layer import open_layer
-    from megamoe.spec import EpConfig
-    from megamoe.weights import random_experts
-    from service.batching import rank_rows
-
-    spec = random_spec(args.shape)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = device_of(int(os.environ["LOCAL_RANK"]), args.backend)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
-    torch.set_num_threads(1)
-    config = EpConfig(num_ranks=ranks, max_tokens=args.tokens)
-    batches = [int(n) for n in args.batches.split(",")]
-    times: dict[int, list[float]] = {n: [] for n in batches}
-    means: dict[bool, list[float]] = {False: [], True: []}
-    with open_layer(spec, config, backend=args.backend) as layer:
-        layer.load_weights(random_experts(spec, rank, ranks, 0, device=device))
-        layer.time_calls()
-
-        def tensors(num_tokens: int) -> list:
-            rows = len(rank_rows(num_tokens, ranks, rank))
-            x, ids, weights = make_tokens(
-                rows, rank, hidden=spec.hidden, experts=spec.num_experts, topk=spec.topk
-            )
-            x = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
-            return [t.to(device) for t in (x, torch.from_numpy(ids), torch.from_numpy(weights))]
-
-        def call(inputs: list) -> tuple[float, float]:
-            """Seconds of the kernels and of the whole call, of the slower rank."""
-            dist.all_reduce(torch.zeros(1))
-            begun = time.perf_counter()
-            layer.run(*inputs)
-            took = time.perf_counter() - begun
-            both = torch.tensor([layer.call_seconds() or took, took], dtype=torch.float64)
-            dist.all_reduce(both, dist.ReduceOp.MAX)
-            return float(both[0]), float(both[1])
-
-        for n in batches:
-            inputs = tensors(n)
-            times[n] = [call(inputs)[0] for _ in range(args.calls + 10)][10:]
-        for block in range(BLOCKS):
-            sampler = sampler_of(device)
-            if block % 2:
-                sampler.start(lambda _: None, period_s=1 / OFTEN)
-            # Rank 0's clock counts: all ranks make the same number of calls.
-            wholes = []
-            go_on = torch.ones(1)
-            end = time.perf_counter() + BLOCK_S
-            while go_on:
-                wholes.append(call(inputs)[1])
-                go_on = torch.tensor([float(time.perf_counter() < end)])
-                dist.all_reduce(go_on, dist.ReduceOp.MIN)
-            sampler.stop()
-            if block:  # the first warms up
-                means[bool(block % 2)].append(statistics.fmean(wholes))
-    # Of means: a reading holds up the one call that it meets, which a median of calls would hide.
-    quiet, sampled = (statistics.median(means[kind]) for kind in (False, True))
-    if rank == 0:
-        told = {
-            "timed_by": "wall clock" if device == "cpu" else "CUDA events, staging included",
-            "bare_ms": {n: statistics.median(taken) * 1e3 for n, taken in times.items()},
-            "telemetry_overhead": round((sampled / quiet - 1) / OFTEN, 5),
-        }
-        print(json.dumps(told))
-    dist.destroy_process_group()
-
-
-def meta(backend: str) -> dict:
+def machine(backend: str) -> dict:
+    """What the rows of a file have in common."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     model = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     return {
-        "commit": commit,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": model[0] if model else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "load_average_1min": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if backend == "cuda" else None,
@@ -461,50 +256,71 @@ def meta(backend: str) -> dict:
     }
 
 
+def origin() -> dict:
+    """Of one row: when it was measured, of what, and what else the machine did."""
+    commit = os.environ.get("MEGAMOE_COMMIT") or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "commit": commit,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average_1min": round(os.getloadavg()[0], 1),
+    }
+
+
+def key(row: dict) -> tuple:
+    """A newer row takes the place of an older one that measured the same."""
+    if row["name"] in ("steps", "telemetry"):
+        return row["name"], row["ranks"], row.get("readings_and_scrapes_per_s"), row.get("null")
+    return (row["name"],)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
-    parser.add_argument("--only", choices=["load", "kill", "cost", "steps"])
+    parser.add_argument("--only", choices=["load", "kill", "cost", "steps", "telemetry"])
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
     parser.add_argument("--calls", type=int, default=100, help="of the bare layer, per step size")
+    parser.add_argument("--per-second", type=float, default=1.0, help="readings and scrapes")
+    parser.add_argument("--block-s", type=float, default=1.0, help="of telemetry on, or off")
+    parser.add_argument("--null", action="store_true", help="telemetry: off in every block")
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, default=128, help=argparse.SUPPRESS)
-    parser.add_argument("--batches", default="128", help=argparse.SUPPRESS)
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--echo-server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.echo_server:
         echo_server()
         return 0
-    if args.bare:
-        bare(args)
-        return 0
-    result = {"meta": meta(args.backend), "rows": []}
-    if args.only and args.output.exists():
-        # One figure anew, the others as they are.
-        old = json.loads(args.output.read_text())["rows"]
-        result["rows"] = [row for row in old if row["name"] != args.only]
     makers = {
         "load": lambda: load_row("load", args.clients, args.seconds, kill=False),
         "kill": lambda: load_row("kill", args.clients, args.seconds, kill=True),
         "cost": lambda: cost_row(args.requests),
         "steps": lambda: steps_row(args),
+        "telemetry": lambda: telemetry_row(args),
     }
+    rows = []
     for name, make in makers.items():
-        if args.only == name or (args.only is None and name != "steps"):
-            row = make()
-            print(json.dumps(row, indent=1))
-            result["rows"].append(row)
-    result["rows"].sort(key=lambda row: list(makers).index(row["name"]))
+        if args.only == name or (args.only is None and name in ("load", "kill", "cost")):
+            began = origin()
+            rows.append({**make(), **began})
+            print(json.dumps(rows[-1], indent=1), flush=True)
     if not args.no_write:
+        fresh = {key(row) for row in rows}
+        if args.output.exists():
+            old = json.loads(args.output.read_text())["rows"]
+            rows += [row for row in old if key(row) not in fresh]
+        rows.sort(key=lambda row: (list(makers).index(row["name"]), *key(row)[1:2]))
+        result = {"meta": machine(args.backend), "rows": rows}
         args.output.parent.mkdir(exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if any(row.get("wrong_or_lost") for row in result["rows"]) else 0
+    return 1 if any(row.get("wrong_or_lost") for row in rows) else 0
 
 
 if __name__ == "__main__":

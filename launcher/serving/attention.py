@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from megamoe.attention_layer import AttentionPre, open_attention_pre
+from megamoe.attention_pre.graphs import attention_pre_graph
+from megamoe.attention_pre.plan import Planner
+from megamoe.attention_pre.tiling import Batch
 from megamoe.attention_step import key_slots
+from megamoe.backends.attention import MEASURED_COST, compile_attention
 from megamoe.errors import CapacityError
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 from service import ipc
 from service.arena import ATTENTION_OUTPUTS, Arena
 from service.engine import AttentionInfo
 
-__all__ = ["AttentionExecutor", "AttentionOptions"]
+__all__ = ["AttentionExecutor", "AttentionOptions", "compile_ahead"]
 
 MAX_TOKENS: Final = 128
 """The kernels have no bodies for more rows."""
@@ -81,6 +85,19 @@ class AttentionOptions:
             max_tokens=MAX_TOKENS,
             backend=layer.backend,
         )
+
+
+def compile_ahead(spec: AttentionPreSpec, num_sms: int = 132) -> None:
+    """Compiles into the cache what ``AttentionOptions.open`` will want. Needs no GPU.
+
+    Args:
+        spec: of the layer.
+        num_sms: of the GPU that will run it.
+    """
+    planner = Planner(attention_pre_graph(spec), num_sms, cost=MEASURED_COST)
+    for rows in ROWS:
+        planner.plan(Batch(((rows, rows),)))
+    compile_attention(planner.specializations)
 
 
 def _compile(layer: AttentionPre) -> None:
