@@ -7,10 +7,11 @@ output, and ``megamoe_telemetry_available`` says so; nothing unread is ever expo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -242,14 +243,20 @@ class Metrics:
         for collector in collectors:
             registry.register(collector)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"megamoe_{name}", text, labels, registry=registry, buckets=buckets)
+        # Series by their labels' values, looked up once each: the library's look-up takes longer
+        # than an observation, and every request makes a dozen.
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...], *labels: str
+        ) -> Callable[..., Histogram]:
+            made = Histogram(f"megamoe_{name}", text, labels, registry=registry, buckets=buckets)
+            return functools.cache(made.labels) if labels else lambda: made
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"megamoe_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+            made = Counter(f"megamoe_{name}", text, labels, registry=registry)
+            return functools.cache(made.labels) if labels else lambda: made
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"megamoe_{name}", text, labels, registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> Callable[..., Gauge]:
+            return functools.cache(Gauge(f"megamoe_{name}", text, labels, registry=registry).labels)
 
         self.responses = counter("http_responses", "HTTP answers.", "path", "code")
         self.request_s = histogram(
@@ -277,42 +284,42 @@ class Metrics:
         engine.observers.step.append(self.on_step)
         engine.observers.telemetry.append(self.on_telemetry)
         engine.observers.fault.append(self.on_fault)
-        engine.observers.ipc_rejected.append(lambda reason: self.ipc_rejected.labels(reason).inc())
+        engine.observers.ipc_rejected.append(lambda reason: self.ipc_rejected(reason).inc())
 
     def on_step(self, record: StepRecord) -> None:
         """Counts one executed step."""
         if record.model != "moe":
-            self.steps.labels(record.model).inc()
-            self.attention_tokens.inc(record.num_tokens)
+            self.steps(record.model).inc()
+            self.attention_tokens().inc(record.num_tokens)
             for phase in ("queue", "host", "kernel"):
-                self.attention_s.labels(phase).observe(getattr(record, f"{phase}_s"))
+                self.attention_s(phase).observe(getattr(record, f"{phase}_s"))
             return
         heartbeat = record.num_requests == 0
-        self.steps.labels("heartbeat" if heartbeat else "work").inc()
+        self.steps("heartbeat" if heartbeat else "work").inc()
         if heartbeat:
             return
         self.energy.tokens += record.num_tokens
         for phase in ("queue", "host", "kernel"):
-            self.step_s.labels(phase).observe(getattr(record, f"{phase}_s"))
-        self.step_tokens.observe(record.num_tokens)
-        self.step_requests.observe(record.num_requests)
+            self.step_s(phase).observe(getattr(record, f"{phase}_s"))
+        self.step_tokens().observe(record.num_tokens)
+        self.step_requests().observe(record.num_requests)
         for rank, tokens in enumerate(record.rank_tokens):
-            self.rank_tokens.labels(str(rank)).inc(tokens)
+            self.rank_tokens(str(rank)).inc(tokens)
         self.load.counts = record.expert_counts
         rings = ("l1", "l2")
         for rank, water in enumerate(record.high_water):
             for ring, blocks in zip(rings, water, strict=True):
-                self.high_water.labels(str(rank), ring).set(blocks)
+                self.high_water(str(rank), ring).set(blocks)
         for rank, waits in enumerate(record.backpressure):
             for ring, events in zip(rings, waits, strict=True):
-                self.backpressure.labels(str(rank), ring).inc(events)
+                self.backpressure(str(rank), ring).inc(events)
 
     def on_request(self, queue_s: float, host_s: float, kernel_s: float, total_s: float) -> None:
         """Counts one answered request."""
         for phase, seconds in zip(
             ("queue", "host", "kernel", "total"), (queue_s, host_s, kernel_s, total_s), strict=True
         ):
-            self.request_s.labels(phase).observe(seconds)
+            self.request_s(phase).observe(seconds)
         self.recent.append((time.monotonic(), total_s))
 
     def on_telemetry(self, sample: TelemetrySample) -> None:
@@ -322,7 +329,7 @@ class Metrics:
 
     def on_fault(self, fault: EngineFault) -> None:
         """Counts a fault, and forgets the group's readings: they would go stale."""
-        self.faults.labels(fault.kind, str(fault.rank)).inc()
+        self.faults(fault.kind, str(fault.rank)).inc()
         self.gpu.samples.clear()
         self.energy.points.clear()
 
@@ -351,7 +358,7 @@ class CountResponses:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "unknown")
-                self.metrics.responses.labels(path, str(message["status"])).inc()
+                self.metrics.responses(path, str(message["status"])).inc()
             await send(message)
 
         await self.app(scope, receive, counted)

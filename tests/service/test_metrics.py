@@ -167,9 +167,9 @@ def test_grafana_asks_for_metrics_that_exist(engine, metrics):
             observe(record())
             observe(record(model="attention_pre"))
     metrics.on_request(0.1, 0.2, 0.3, 0.6)
-    metrics.faults.labels("died", "0").inc()
-    metrics.ipc_rejected.labels("malformed").inc()
-    metrics.responses.labels("/v2", "200").inc()
+    metrics.faults("died", "0").inc()
+    metrics.ipc_rejected("malformed").inc()
+    metrics.responses("/v2", "200").inc()
     exported = {
         s.name
         for family in text_string_to_metric_families(metrics.render().decode())
