@@ -8,20 +8,18 @@
 Every case (routing, tokens of each rank, EP size, rows of a block, ring capacity) is compared bit
 for bit with the largest ring, and that with the oracle, row by row. One group of ranks serves all
 cases; an EP size below their number runs on the first of them. Ranks are processes, or threads of
-one process, which is how four of them run at once on one GPU. With ``--calls`` or
-``--soak`` it makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
+one process, which is how four of them run at once on one GPU. With ``--calls`` or ``--soak`` it
+makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -43,64 +41,22 @@ from launcher.meta import run_meta
 from launcher.ranks import Group, run_in_group
 from launcher.results import read_json
 from launcher.soak import SoakOptions, soak
+from launcher.stress_cases import (
+    RINGS,
+    ROUTINGS,
+    StressOptions,
+    folded,
+    loads_of,
+    possible,
+    rows_of,
+)
 from megamoe.errors import SpecError
-from megamoe.spec import EpConfig, MoESpec
+from megamoe.spec import MoESpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from megamoe.layer import Backend
 
-    from megamoe.layer import Backend, MoELayer
-    from megamoe.weights import ExpertWeights
-
-__all__ = ["RINGS", "ROUTINGS", "command"]
-
-ROUTINGS: Final = (
-    "uniform",
-    "zipf:0.8",
-    "zipf:1.01",
-    "zipf:1.2",
-    "lognormal",
-    "hot_expert",
-    "hot_rank",
-    "all_to_one",
-    "one_expert",
-    "local",
-    "remote",
-    "empty_rank",
-    "uniform+masked:0.4",
-    "zipf+duplicates:0.5",
-    "hot_rank+duplicates+masked",
-)
-"""The distributions of a run (``launcher.workloads``)."""
-
-RINGS: Final = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (8, 8))
-"""Blocks of the L1 and L2 ring; (0, 0) holds a whole call and is what the others must equal."""
-
-TOKENS: Final = ("{}", "ramp:{}", "empty:{}")
-
-
-@dataclass(frozen=True)
-class _Options:
-    spec: MoESpec
-    tokens: int
-    seeds: int
-    sizes: tuple[int, ...]
-    block_m: tuple[int, ...]
-    workers: int
-    backend: Backend
-    timeout: float
-    replay: Path | None
-    output: Path | None
-    json: bool
-
-
-@dataclass(frozen=True)
-class _Load:
-    """A call's worth of routing: what ring sizes are varied under."""
-
-    routing: str
-    tokens: tuple[int, ...]
-    seed: int
+__all__ = ["command"]
 
 
 def command(
@@ -148,14 +104,20 @@ def command(
         bool,
         typer.Option("--threads", help="Ranks are threads that share a GPU, not processes."),
     ] = False,
+    traced: Annotated[
+        bool,
+        typer.Option("--traced", help="On GPUs a build that records waits for free blocks."),
+    ] = False,
     as_json: JsonFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Compare every ring size, routing and EP size bit for bit with the largest ring."""
+    if traced:
+        os.environ["MEGAMOE_TRACE"] = "1"
 
     def work(group: Group) -> int:
         options = group.together(
-            lambda: _Options(
+            lambda: StressOptions(
                 MoESpec(
                     hidden=hidden,
                     inter=inter,
@@ -185,7 +147,7 @@ def command(
                 SoakOptions(
                     spec=options.spec,
                     tokens=tokens,
-                    routings=tuple(r for r in ROUTINGS if _possible(r, group.num_ranks)),
+                    routings=tuple(r for r in ROUTINGS if possible(r, group.num_ranks)),
                     calls=calls,
                     seconds=soak_s,
                     misses=misses,
@@ -223,38 +185,17 @@ def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
     return sizes
 
 
-def _possible(routing: str, num_ranks: int) -> bool:
-    """Whether so many ranks can show it."""
-    return num_ranks > 1 or not routing.startswith(("remote", "empty_rank"))
-
-
-def _loads(options: _Options, num_ranks: int) -> Iterator[_Load]:
-    from launcher.workloads import tokens_per_rank
-
-    replay = () if options.replay is None else (f"replay:{options.replay}",)
-    for seed in range(options.seeds):
-        seen = set()
-        for pattern in TOKENS:
-            tokens = tuple(tokens_per_rank(pattern.format(options.tokens), num_ranks))
-            if tokens in seen or not any(tokens):
-                continue
-            seen.add(tokens)
-            for routing in (*ROUTINGS, *replay):
-                if _possible(routing, num_ranks):
-                    yield _Load(routing, tokens, seed)
-
-
-def _stress(group: Group, options: _Options) -> int:
+def _stress(group: Group, options: StressOptions) -> int:
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     with progress(shown=group.first and not options.json) as bar:
         for size in options.sizes:
             part = group.part(size)
             if part is not None:
-                loads = list(_loads(options, size))
+                loads = list(loads_of(options, size))
                 total = len(RINGS) * len(options.block_m) * len(loads)
                 task = bar.add_task(f"EP{size}", total=total)
-                for row in _size_rows(part, options, loads):
+                for row in rows_of(part, options, loads):
                     rows.append(row)
                     bar.advance(task)
             group.barrier()
@@ -263,141 +204,6 @@ def _stress(group: Group, options: _Options) -> int:
     if group.first:
         _report(options, rows, wrong, time.perf_counter() - started)
     return max(code)
-
-
-def _size_rows(group: Group, options: _Options, loads: list[_Load]) -> Iterator[dict[str, Any]]:
-    """All cases of one EP size, ring by ring; the first ring holds everything."""
-    from megamoe.layer import open_layer
-    from megamoe.weights import random_experts
-
-    size = group.num_ranks
-    largest: dict[_Load, tuple[Tensor, float, str]] = {}
-    for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
-        base = EpConfig(
-            num_ranks=size,
-            max_tokens=options.tokens,
-            block_m=block_m,
-            num_workers=options.workers,
-            timeout_s=options.timeout,
-        )
-        most = base.max_blocks(options.spec)
-        config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
-        with open_layer(
-            options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
-        ) as layer:
-            layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
-            for load in loads:
-                yield _case(group, options, layer, load, largest)
-
-
-def _case(
-    group: Group,
-    options: _Options,
-    layer: MoELayer,
-    load: _Load,
-    largest: dict[_Load, tuple[Tensor, float, str]],
-) -> dict[str, Any]:
-    """One case on one rank; the row is complete on the first rank."""
-    import torch
-
-    from launcher.workloads import random_activations, route, skew
-
-    spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
-    tokens, seed = load.tokens[rank], load.seed
-    x = random_activations(spec, rank, tokens, seed).to(group.device)
-    idx, weight = route(load.routing, spec, num_ranks, rank, tokens, seed=seed)
-    layer.clear_counters()
-    y = layer.run(x, idx.to(group.device), weight.to(group.device)).cpu()
-    counters = layer.counters()
-
-    # The largest ring comes first, and is compared with the oracle; what equals it need not be.
-    if load not in largest:
-        largest[load] = (y, *_judge(group, spec, load, (x, idx, weight), y))
-    first, error, problem = largest[load]
-    # Bits, not values: NaN and -0 count.
-    same = torch.equal(y.view(torch.int16), first.view(torch.int16))
-    if not same:
-        error, problem = _judge(group, spec, load, (x, idx, weight), y)
-    mine: dict[str, Any] = {
-        "same": same,
-        "error": error,
-        "problem": problem,
-        "events": counters.backpressure_events,
-        "l1": counters.high_water_l1,
-        "l2": counters.high_water_l2,
-        "idx": idx,
-    }
-    every = group.gather(mine)
-    spread = skew([m["idx"] for m in every], spec)
-    blocks = _blocks(spec, layer.config.block_m, [m["idx"] for m in every])
-    return {
-        "routing": load.routing,
-        "ring_blocks_l1": counters.ring_l1_blocks,
-        "ring_blocks_l2": counters.ring_l2_blocks,
-        "block_m": layer.config.block_m,
-        "ranks": num_ranks,
-        "tokens_per_rank": list(load.tokens),
-        "seed": seed,
-        "bitwise_equal": all(m["same"] for m in every),
-        "max_rel_err": max(m["error"] for m in every),
-        "backpressure_events": _over(sum, [m["events"] for m in every]),
-        "high_water_l1": _over(max, [m["l1"] for m in every]),
-        "high_water_l2": _over(max, [m["l2"] for m in every]),
-        "blocks": max(blocks),
-        "reuses_l1": sum(max(0, n - counters.ring_l1_blocks) for n in blocks),
-        "reuses_l2": sum(max(0, n - counters.ring_l2_blocks) for n in blocks),
-        "max_over_mean": round(spread.max_over_mean, 3),
-        "skew": spread.to_dict(),
-        "ok": all(m["same"] and not m["problem"] for m in every),
-        "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
-    }
-
-
-def _blocks(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
-    """Blocks that each rank works on; those beyond a ring's capacity take a slot used before."""
-    import torch
-
-    rows = torch.stack(
-        [torch.bincount(t[t >= 0].flatten(), minlength=spec.num_experts) for t in topk_idx]
-    ).sum(0)
-    routed = -(-rows.view(len(topk_idx), -1) // block_m)
-    shared = [spec.num_shared * -(-t.shape[0] // block_m) for t in topk_idx]
-    return [int(n) + s for n, s in zip(routed.sum(1), shared, strict=True)]
-
-
-def _judge(
-    group: Group, spec: MoESpec, load: _Load, inputs: tuple[Tensor, Tensor, Tensor], y: Tensor
-) -> tuple[float, str]:
-    """Every row of this rank against the oracle: the error, and what is wrong."""
-    from launcher.verify import against_oracle, sample_rows
-
-    tokens = y.shape[0]
-    if not tokens:
-        return 0.0, ""
-    shared = [_expert(spec, spec.num_experts + s) for s in range(spec.num_shared)]
-    verdict, _ = against_oracle(
-        spec,
-        sample_rows(tokens, tokens, load.seed),
-        *inputs,
-        y,
-        lambda e: _expert(spec, e),
-        shared,
-        on_gpu=group.device != "cpu",
-    )
-    return verdict.error, verdict.problem
-
-
-@cache
-def _expert(spec: MoESpec, expert: int) -> ExpertWeights:
-    from megamoe.weights import random_expert
-
-    return random_expert(spec, expert, 0, seed=0)
-
-
-def _over(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | None:
-    """Folds counters; None where a backend does not count."""
-    known = [n for n in counts if n is not None]
-    return fold(known) if len(known) == len(counts) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -413,7 +219,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
-def _soak(group: Group, options: _Options, asked: SoakOptions) -> int:
+def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
     with progress(shown=group.first and not options.json) as bar:
         found = soak(group, asked, bar)
     if group.first:
@@ -438,7 +244,7 @@ def _soak(group: Group, options: _Options, asked: SoakOptions) -> int:
 
 
 def _report(
-    options: _Options, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
+    options: StressOptions, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
 ) -> None:
     """Prints the summary, and writes every case where asked to."""
     events = [r["backpressure_events"] for r in rows]
@@ -482,8 +288,8 @@ def _report(
             str(len(some)),
             str(sum(r["bitwise_equal"] for r in some)),
             str(sum(r["reuses_l1"] + r["reuses_l2"] for r in some)),
-            counted(_over(sum, [r["backpressure_events"] for r in some])),
-            "/".join(counted(_over(max, [r[name] for r in some])) for name in marks),
+            counted(folded(sum, [r["backpressure_events"] for r in some])),
+            "/".join(counted(folded(max, [r[name] for r in some])) for name in marks),
             f"{max(r['max_over_mean'] for r in some):.2f}",
             f"{max(r['max_rel_err'] for r in some):.1e}",
         )

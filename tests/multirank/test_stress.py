@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from launcher import stress
+from launcher import stress, stress_cases
 from launcher.thread_ranks import run_in_threads
 from megamoe.errors import SpecError
 from megamoe.layer import MoELayer
@@ -40,7 +40,7 @@ def test_two_rank_processes(tmp_path):
     started = "torchrun --nproc-per-node 2 -m launcher.stress --sizes 2 "
     assert result["meta"]["command"].startswith(started)
     rows = result["rows"]
-    assert len(rows) == 3 * (len(stress.ROUTINGS) + 1) * len(stress.RINGS)
+    assert len(rows) == 3 * (len(stress_cases.ROUTINGS) + 1) * len(stress_cases.RINGS)
     assert all(r["bitwise_equal"] and r["ok"] for r in rows)
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
     assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)
@@ -60,8 +60,8 @@ def test_ranks_as_threads(app, tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
     by_size = {n: [r for r in rows if r["ranks"] == n] for n in (1, 3)}
-    assert len(by_size[1]) == len(stress.RINGS) * 13
-    assert len(by_size[3]) == len(stress.RINGS) * len(stress.ROUTINGS) * 3
+    assert len(by_size[1]) == len(stress_cases.RINGS) * 13
+    assert len(by_size[3]) == len(stress_cases.RINGS) * len(stress_cases.ROUTINGS) * 3
     assert all(len(r["tokens_per_rank"]) == 3 for r in by_size[3])
     assert all(r["ok"] for r in rows)
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
@@ -137,6 +137,33 @@ def test_what_is_not_counted_is_not_zero(app, monkeypatch):
     assert json.loads(result.stdout)["with_backpressure"] is None
     shown = CliRunner().invoke(app, args)
     assert "– with back-pressure" in shown.stdout
+
+
+def test_what_is_not_counted_can_be_traced(app, monkeypatch):
+    """As on GPUs: no counters, but a traced build. The counters know better, and agree."""
+    monkeypatch.setenv("MEGAMOE_TRACE", "1")  # undone after the test
+    counters = MoELayer.counters
+    names = ("backpressure_events", "high_water_l1", "high_water_l2")
+    pairs = []
+
+    def uncounted(self):
+        known = counters(self)
+        blind = replace(known, **dict.fromkeys(names))
+        if self.trace().num_tokens:
+            pairs.append((known, stress_cases._pressure(self, blind)))
+        return blind
+
+    monkeypatch.setattr(MoELayer, "counters", uncounted)
+    args = ["--ranks", "1", "--sizes", "1", "--workers", "1", "--traced", "--json", *SMALL]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["with_backpressure"] > 0
+    assert len(pairs) > 50
+    for known, (events, l1, l2) in pairs:
+        assert events == known.backpressure_events
+        assert (l1, l2) <= (known.high_water_l1, known.high_water_l2)
+        assert l1 > 0
+        assert l2 > 0
 
 
 @pytest.mark.multirank

@@ -1,0 +1,268 @@
+"""The cases of ``megamoe stress``: which there are, and one of them on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from launcher.ranks import Group
+from megamoe.spec import EpConfig, MoESpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megamoe.backends.base import Counters
+    from megamoe.layer import Backend, MoELayer
+    from megamoe.weights import ExpertWeights
+
+__all__ = [
+    "RINGS",
+    "ROUTINGS",
+    "Load",
+    "StressOptions",
+    "folded",
+    "loads_of",
+    "possible",
+    "rows_of",
+]
+
+ROUTINGS: Final = (
+    "uniform",
+    "zipf:0.8",
+    "zipf:1.01",
+    "zipf:1.2",
+    "lognormal",
+    "hot_expert",
+    "hot_rank",
+    "all_to_one",
+    "one_expert",
+    "local",
+    "remote",
+    "empty_rank",
+    "uniform+masked:0.4",
+    "zipf+duplicates:0.5",
+    "hot_rank+duplicates+masked",
+)
+"""The distributions of a run (``launcher.workloads``)."""
+
+RINGS: Final = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (8, 8))
+"""Blocks of the L1 and L2 ring; (0, 0) holds a whole call and is what the others must equal."""
+
+TOKENS: Final = ("{}", "ramp:{}", "empty:{}")
+
+
+@dataclass(frozen=True)
+class StressOptions:
+    """What to compare.
+
+    Attributes:
+        spec: the layer.
+        tokens: the most tokens of a rank.
+        seeds: how many, of each routing.
+        sizes: EP sizes.
+        block_m: rows of a ring block.
+        workers: of a rank.
+        backend: of the layers.
+        timeout: limit of each wait inside a call, s.
+        replay: a recorded routing, or None.
+        output: where results go, or None.
+        json: print one JSON object.
+    """
+
+    spec: MoESpec
+    tokens: int
+    seeds: int
+    sizes: tuple[int, ...]
+    block_m: tuple[int, ...]
+    workers: int
+    backend: Backend
+    timeout: float
+    replay: Path | None
+    output: Path | None
+    json: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call's worth of routing: what ring sizes are varied under."""
+
+    routing: str
+    tokens: tuple[int, ...]
+    seed: int
+
+
+def possible(routing: str, num_ranks: int) -> bool:
+    """Whether so many ranks can show it."""
+    return num_ranks > 1 or not routing.startswith(("remote", "empty_rank"))
+
+
+def loads_of(options: StressOptions, num_ranks: int) -> Iterator[Load]:
+    """Routings, tokens and seeds of an EP size."""
+    from launcher.workloads import tokens_per_rank
+
+    replay = () if options.replay is None else (f"replay:{options.replay}",)
+    for seed in range(options.seeds):
+        seen = set()
+        for pattern in TOKENS:
+            tokens = tuple(tokens_per_rank(pattern.format(options.tokens), num_ranks))
+            if tokens in seen or not any(tokens):
+                continue
+            seen.add(tokens)
+            for routing in (*ROUTINGS, *replay):
+                if possible(routing, num_ranks):
+                    yield Load(routing, tokens, seed)
+
+
+def rows_of(group: Group, options: StressOptions, loads: list[Load]) -> Iterator[dict[str, Any]]:
+    """All cases of one EP size, ring by ring; the first ring holds everything."""
+    from megamoe.layer import open_layer
+    from megamoe.weights import random_experts
+
+    size = group.num_ranks
+    largest: dict[Load, tuple[Tensor, float, str]] = {}
+    for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
+        base = EpConfig(
+            num_ranks=size,
+            max_tokens=options.tokens,
+            block_m=block_m,
+            num_workers=options.workers,
+            timeout_s=options.timeout,
+        )
+        most = base.max_blocks(options.spec)
+        config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
+        with open_layer(
+            options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
+        ) as layer:
+            layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
+            for load in loads:
+                yield _case(group, options, layer, load, largest)
+
+
+def _case(
+    group: Group,
+    options: StressOptions,
+    layer: MoELayer,
+    load: Load,
+    largest: dict[Load, tuple[Tensor, float, str]],
+) -> dict[str, Any]:
+    """One case on one rank; the row is complete on the first rank."""
+    import torch
+
+    from launcher.workloads import random_activations, route, skew
+
+    spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
+    tokens, seed = load.tokens[rank], load.seed
+    x = random_activations(spec, rank, tokens, seed).to(group.device)
+    idx, weight = route(load.routing, spec, num_ranks, rank, tokens, seed=seed)
+    layer.clear_counters()
+    y = layer.run(x, idx.to(group.device), weight.to(group.device)).cpu()
+    counters = layer.counters()
+
+    # The largest ring comes first, and is compared with the oracle; what equals it need not be.
+    if load not in largest:
+        largest[load] = (y, *_judge(group, spec, load, (x, idx, weight), y))
+    first, error, problem = largest[load]
+    # Bits, not values: NaN and -0 count.
+    same = torch.equal(y.view(torch.int16), first.view(torch.int16))
+    if not same:
+        error, problem = _judge(group, spec, load, (x, idx, weight), y)
+    events, l1, l2 = _pressure(layer, counters)
+    mine: dict[str, Any] = {
+        "same": same,
+        "error": error,
+        "problem": problem,
+        "events": events,
+        "l1": l1,
+        "l2": l2,
+        "idx": idx,
+    }
+    every = group.gather(mine)
+    spread = skew([m["idx"] for m in every], spec)
+    blocks = _blocks(spec, layer.config.block_m, [m["idx"] for m in every])
+    return {
+        "routing": load.routing,
+        "ring_blocks_l1": counters.ring_l1_blocks,
+        "ring_blocks_l2": counters.ring_l2_blocks,
+        "block_m": layer.config.block_m,
+        "ranks": num_ranks,
+        "tokens_per_rank": list(load.tokens),
+        "seed": seed,
+        "bitwise_equal": all(m["same"] for m in every),
+        "max_rel_err": max(m["error"] for m in every),
+        "backpressure_events": folded(sum, [m["events"] for m in every]),
+        "high_water_l1": folded(max, [m["l1"] for m in every]),
+        "high_water_l2": folded(max, [m["l2"] for m in every]),
+        "blocks": max(blocks),
+        "reuses_l1": sum(max(0, n - counters.ring_l1_blocks) for n in blocks),
+        "reuses_l2": sum(max(0, n - counters.ring_l2_blocks) for n in blocks),
+        "max_over_mean": round(spread.max_over_mean, 3),
+        "skew": spread.to_dict(),
+        "ok": all(m["same"] and not m["problem"] for m in every),
+        "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
+    }
+
+
+def _pressure(layer: MoELayer, counters: Counters) -> tuple[int | None, int | None, int | None]:
+    """Waits for a free block, and the most blocks in use of both rings: counted, or traced."""
+    from megamoe.backends.trace import trace_wanted
+
+    if counters.backpressure_events is not None or not trace_wanted():
+        return counters.backpressure_events, counters.high_water_l1, counters.high_water_l2
+    from launcher.moe_trace import ring_depth
+
+    trace = layer.trace()
+    free = [trace.tags.index(tag) for tag in ("l1_empty", "l2_empty")]
+    waited = sum(int(wait["a"]) in free for wait in trace.of("wait"))
+    l1, l2 = (ring_depth(trace, ring)[1] for ring in ("l1", "l2"))
+    return waited, int(max(l1, default=0)), int(max(l2, default=0))
+
+
+def _blocks(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
+    """Blocks that each rank works on; those beyond a ring's capacity take a slot used before."""
+    import torch
+
+    rows = torch.stack(
+        [torch.bincount(t[t >= 0].flatten(), minlength=spec.num_experts) for t in topk_idx]
+    ).sum(0)
+    routed = -(-rows.view(len(topk_idx), -1) // block_m)
+    shared = [spec.num_shared * -(-t.shape[0] // block_m) for t in topk_idx]
+    return [int(n) + s for n, s in zip(routed.sum(1), shared, strict=True)]
+
+
+def _judge(
+    group: Group, spec: MoESpec, load: Load, inputs: tuple[Tensor, Tensor, Tensor], y: Tensor
+) -> tuple[float, str]:
+    """Every row of this rank against the oracle: the error, and what is wrong."""
+    from launcher.verify import against_oracle, sample_rows
+
+    tokens = y.shape[0]
+    if not tokens:
+        return 0.0, ""
+    shared = [_expert(spec, spec.num_experts + s) for s in range(spec.num_shared)]
+    verdict, _ = against_oracle(
+        spec,
+        sample_rows(tokens, tokens, load.seed),
+        *inputs,
+        y,
+        lambda e: _expert(spec, e),
+        shared,
+        on_gpu=group.device != "cpu",
+    )
+    return verdict.error, verdict.problem
+
+
+@cache
+def _expert(spec: MoESpec, expert: int) -> ExpertWeights:
+    from megamoe.weights import random_expert
+
+    return random_expert(spec, expert, 0, seed=0)
+
+
+def folded(fold: Callable[[list[int]], int], counts: list[int | None]) -> int | None:
+    """Folds counters; None where a backend does not count."""
+    known = [n for n in counts if n is not None]
+    return fold(known) if len(known) == len(counts) else None
