@@ -35,9 +35,10 @@ from megamoe.attention_pre.plan import KernelPlan, Planner
 from megamoe.attention_pre.stages import StageGraph, partition
 from megamoe.attention_pre.tiling import Batch, TileConfig
 from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
-from megamoe.cmp.bound import BoundCmp, Tuning
+from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import MODES, CmpGraph, Mode
 from megamoe.cmp.prefetch import Prefetch
+from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
 __all__ = [
@@ -114,7 +115,7 @@ def bench_variants(
         batch: the shape.
         modes: kinds of graph.
         l2: ``"cold"``, ``"warm"`` or both.
-        tuning: see ``BoundCmp``.
+        tuning: of every mode, see ``BoundCmp``; each mode's own otherwise.
         prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with this
             node.
         check: whether scores are compared.
@@ -137,8 +138,9 @@ def bench_variants(
         variants.append(("branches_pdl_l2", "branches_pdl", prefetch))
     rows, error = [], None
     for variant, mode, node in variants:
-        bounds = [BoundCmp(plan, t, tuning=tuning, prefetch=node) for t in tensors]
-        traced = [BoundCmp(plan, t, tuning=tuning, prefetch=node, trace=True) for t in tensors]
+        tuned = tuning or tuning_of(mode)
+        bounds = [BoundCmp(plan, t, tuning=tuned, prefetch=node) for t in tensors]
+        traced = [BoundCmp(plan, t, tuning=tuned, prefetch=node, trace=True) for t in tensors]
         first = CmpGraph(bounds[:1], mode)
         tensors[0][SCORES].fill_(torch.nan)
         first.launch(torch.cuda.current_stream().cuda_stream)

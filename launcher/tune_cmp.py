@@ -1,10 +1,11 @@
 """Finds how the standalone kernels are launched best, on one Hopper GPU.
 
-    python -m launcher.tune_cmp --rows 16 --kv 8192 --seconds 30
+    python -m launcher.tune_cmp --rows 16 --kv 8192 --seconds 30 --mode branches_pdl
 
 Coordinate descent over ``Tuning`` of each kernel and the prefetch node: one change at a time, kept
-if a graph of many runs over cold copies gets faster by more than the noise. Prints what it kept;
-the winner is written into ``megamoe.cmp.bound.TUNING`` by hand, with the figures.
+if a graph of many runs over cold copies gets faster by more than the noise. Every setting's scores
+are compared with the first one's, bit by bit, before it is timed. Prints what it kept; the winner
+is written into ``megamoe.cmp.tuning`` by hand, with the figures.
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from launcher.attention_rows import Copies, batch_of
+import torch
+
+from launcher.attention_rows import SCORES, Copies, batch_of
 from launcher.cmp_rows import plan_for, time_runs
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
-from megamoe.cmp.bound import TUNING, BoundCmp, Tuning
+from megamoe.cmp.bound import BoundCmp
+from megamoe.cmp.graphs import MODES, CmpGraph, Mode
 from megamoe.cmp.prefetch import Prefetch
+from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
-__all__ = ["Setting", "tune"]
+__all__ = ["Setting", "Tuner", "changes", "describe"]
 
 _NOISE: Final = 0.997
 _TRIGGERS: Final[Mapping[str, Sequence[str]]] = {
-    "A0": ("stored", "never"),
-    "B0p": ("weights", "inputs", "stored"),
+    "A0": ("stored",),
+    "B0p": ("weights", "inputs"),
     "B0f": ("stored",),
     "C0": ("weights", "inputs"),
     "B1p": ("weights", "inputs"),
@@ -39,18 +44,35 @@ _TRIGGERS: Final[Mapping[str, Sequence[str]]] = {
     "D0": ("weights", "inputs", "stored"),
 }
 _PAGES: Final[Mapping[str, Sequence[int]]] = {
-    "D0": (8, 10, 6, 4),
-    "B0p": (6, 8, 5, 4),
-    "C0": (4,),
+    "D0": (7, 8, 10, 12, 6, 5, 4),
+    "B0p": (8, 6, 5, 4),
+    "D2": (6, 3),
+    "D1p": (4, 3, 2),
+    "C0": (8, 4, 2),
+    "B1p": (4, 2),
+    "E1": (2, 1),
 }
+_AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
+    "D0": (1, 2, 4),
+    "B0p": (1, 2, 4),
+    "D1p": (1, 2, 4),
+    "B0f": (2, 3, 6),
+    "B1p": (1, 4),
+    "C0": (1, 4),
+    "D2": (1, 4),
+}
+_CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (4, 2), "B1f": (4, 2)}
+_AHEAD: Final[Mapping[str, Sequence[int]]] = {"D0": (0, 3, 6, 12)}
+_COLUMNS: Final[Mapping[str, Sequence[int]]] = {"D2": (128, 256)}
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
-    "D0": (-1, -4),
-    "D2": (-1,),
-    "C0": (0, -5),
-    "B1p": (0, -5),
-    "E1": (0,),
-    "D1p": (0,),
+    "D0": (0, -1, -4),
+    "D2": (0, -1, -5),
+    "C0": (0, -3, -5),
+    "B1p": (0, -3, -5),
+    "E1": (0, -5),
+    "D1p": (0, -5),
 }
+_BESIDE: Final[tuple[Mode, ...]] = ("branches_pdl", "graph_rewrite", "manual_streams")
 
 
 @dataclass(frozen=True)
@@ -61,82 +83,145 @@ class Setting:
     prefetch: Prefetch | None = None
 
 
-def _changes(now: Setting, names: Sequence[str]) -> Iterator[tuple[str, Setting]]:
+def describe(setting: Setting) -> str:
+    """What differs from the defaults, in words that Python reads."""
+    parts = []
+    for name, tuned in setting.tuning.items():
+        told = [
+            f"{f.name}={getattr(tuned, f.name)!r}"
+            for f in fields(tuned)
+            if getattr(tuned, f.name) != f.default
+        ]
+        parts.append(f'"{name}": Tuning({", ".join(told)})')
+    return "{" + ", ".join(parts) + "}" + (f" {setting.prefetch}" if setting.prefetch else "")
+
+
+def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
+    """Single changes of a setting, those that may weigh most first."""
+
     def with_(name: str, **values: Any) -> Setting:
         tuned = replace(now.tuning.get(name, Tuning()), **values)
         return replace(now, tuning={**now.tuning, name: tuned})
 
-    for name in ("D0", "B0p", "C0"):  # what weighs most
-        for pages in _PAGES[name]:
-            yield f"{name} pages {pages}", with_(name, weight_pages=pages)
+    tables: list[tuple[str, Mapping[str, Sequence[Any]]]] = [
+        ("at_once", _AT_ONCE),
+        ("weight_pages", _PAGES),
+        ("columns", _COLUMNS),
+        ("ahead", _AHEAD),
+        ("ctas", _CTAS),
+    ]
+    if mode != "single_stream":
+        tables.append(("priority", _PRIORITIES))
+    if mode.endswith("pdl") or mode in _BESIDE:
+        tables.append(("trigger", _TRIGGERS))
+    for field, table in tables:
+        for name, values in table.items():
+            before = getattr(now.tuning.get(name, Tuning()), field)
+            for value in (*values, "entry") if field == "trigger" else values:
+                if value != before:
+                    yield f"{name} {field} {value}", with_(name, **{field: value})
+    if mode not in _BESIDE:
+        return
     p = now.prefetch
-    for megabytes in (0, 12, 20, 28, 36, 44):
-        for cycles in (600, 900, 1300):
-            if megabytes == 0 and cycles == 600:
-                yield "no prefetch", replace(now, prefetch=None)
-            elif megabytes:
-                base = p or Prefetch()
-                made = replace(base, megabytes=megabytes, cycles=cycles)
-                if made != p and (p is None or made.cycles == p.cycles or megabytes == p.megabytes):
-                    yield f"prefetch {megabytes} MB {cycles}", replace(now, prefetch=made)
-    if p is not None:
-        for after in ("A0", "B0p", "B0f"):
-            yield f"prefetch after {after}", replace(now, prefetch=replace(p, after=after))
-        for weights in (("w_q_b", "w_uk"), ("w_index_q", "w_uk", "w_q_b"), ("w_q_b", "w_index_q")):
-            yield f"prefetch {weights}", replace(now, prefetch=replace(p, weights=weights))
-    for name in names:
-        for trigger in ("entry", *_TRIGGERS.get(name, ())):
-            if name in _TRIGGERS:
-                yield f"{name} trigger {trigger}", with_(name, trigger=trigger)
-        for priority in _PRIORITIES.get(name, ()):
-            yield f"{name} priority {priority}", with_(name, priority=priority)
+    if p is None:
+        for weights in (("w_uk",), ("w_q_b", "w_uk"), ("w_index_q", "w_q_b", "w_uk")):
+            for after in ("B0p", "B0f"):
+                made = Prefetch(weights=weights, after=after, cycles=1300)
+                yield f"prefetch {' '.join(weights)} after {after}", replace(now, prefetch=made)
+        return
+    yield "no prefetch", replace(now, prefetch=None)
+    others = [replace(p, megabytes=value) for value in (6, 12.6, 20, 28, 36, 44)]
+    others += [replace(p, cycles=value) for value in (600, 900, 1300, 2000)]
+    others += [replace(p, after=value) for value in ("A0", "B0p", "B0f", "D1p")]
+    for made in others:
+        if made != p:
+            what = f"{made.megabytes} MB, {made.cycles} cycles, after {made.after}"
+            yield f"prefetch {what}", replace(now, prefetch=made)
 
 
-def tune(
-    copies: Copies, rows: int, kv: int, seconds: float, start: Setting | None = None
-) -> tuple[Setting, float]:
-    """The best setting found in the time given, and its microseconds."""
-    batch = batch_of(rows, kv)
-    plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
-    host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    tensors = copies.tensors(encode(plan).buffers, host)
+class Tuner:
+    """Times settings of one shape.
 
-    def measure(setting: Setting, replays: int = 7) -> float:
+    Args:
+        copies: of the weights.
+        rows: M.
+        kv: keys of each request.
+    """
+
+    def __init__(self, copies: Copies, rows: int, kv: int) -> None:
+        batch = batch_of(rows, kv)
+        self.plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
+        host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
+        self.tensors = copies.tensors(encode(self.plan).buffers, host)
+        self._expected: torch.Tensor | None = None
+
+    def bind(self, setting: Setting, *, trace: bool = False) -> list[BoundCmp]:
+        """The kernels on every copy."""
+        made: list[BoundCmp] = []
+        for tensors in self.tensors:
+            made.append(
+                BoundCmp(
+                    self.plan,
+                    tensors,
+                    tuning=setting.tuning,
+                    prefetch=setting.prefetch,
+                    like=made[0] if made else None,
+                    trace=trace,
+                )
+            )
+        return made
+
+    def check(self, bound: BoundCmp, mode: Mode) -> None:
+        """Compares the scores with those of the first setting.
+
+        Raises:
+            MegaMoeError: they differ.
+        """
+        scores = self.tensors[0][SCORES]
+        scores.fill_(torch.nan)
+        graph = CmpGraph([bound], mode)
+        graph.launch(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        graph.close()
+        if self._expected is None:
+            self._expected = scores.clone()
+        if not torch.equal(self._expected, scores):
+            raise MegaMoeError("its scores differ from the first setting's")
+
+    def measure(self, setting: Setting, mode: Mode, replays: int = 7) -> float:
+        """Microseconds of a run; infinite where the setting cannot run."""
         try:
-            bounds = [
-                BoundCmp(plan, t, tuning=setting.tuning, prefetch=setting.prefetch) for t in tensors
-            ]
-            return time_runs(
-                bounds, "branches_pdl", launches=36, replays=replays, state=False
-            ).median_us
+            bounds = self.bind(setting)
+            self.check(bounds[0], mode)
+            return time_runs(bounds, mode, launches=36, replays=replays, state=False).median_us
         except MegaMoeError as e:
-            print(f"    {e}")
+            print(f"    {str(e)[:200]}")
             return float("inf")
 
-    best = start or Setting(TUNING)
-    least = measure(best)
-    print(f"start: {least:.2f}", flush=True)
-    end = time.monotonic() + seconds
-    names = [b.kernel.name for b in BoundCmp(plan, tensors[0]).kernels]
-    improved = True
-    while improved and time.monotonic() < end:
-        improved = False
-        for what, _ in list(_changes(best, names)):
-            if time.monotonic() > end:
-                break
-            # The change as it applies to what has been kept since.
-            setting = dict(_changes(best, names)).get(what)
-            if setting is None or setting == best:
-                continue
-            us = measure(setting)
-            if us < least * _NOISE:
-                again = measure(setting, 15)
-                if again < least * _NOISE:
+    def tune(self, start: Setting, mode: Mode, seconds: float) -> tuple[Setting, float]:
+        """The best setting found in the time given, and its microseconds."""
+        best, least = start, self.measure(start, mode, 15)
+        print(f"{mode}, start: {least:.2f}", flush=True)
+        end = time.monotonic() + seconds
+        improved = True
+        while improved and time.monotonic() < end:
+            improved = False
+            for what, _ in list(changes(best, mode)):
+                if time.monotonic() > end:
+                    break
+                # The change as it applies to what has been kept since.
+                setting = dict(changes(best, mode)).get(what)
+                if setting is None:
+                    continue
+                us = self.measure(setting, mode)
+                if us < least * _NOISE and (again := self.measure(setting, mode, 15)) < (
+                    least * _NOISE
+                ):
                     best, least, improved = setting, again, True
                     print(f"  {what}: {least:.2f}", flush=True)
-                    continue
-            print(f"    ({what}: {us:.2f})", flush=True)
-    return best, least
+                else:
+                    print(f"    ({what}: {us:.2f})", flush=True)
+        return best, least
 
 
 def main() -> None:
@@ -149,10 +234,12 @@ def main() -> None:
     parser.add_argument("--kv", type=int, default=8192)
     parser.add_argument("--copies", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--mode", default="branches_pdl", choices=MODES)
     args = parser.parse_args()
     copies = Copies.make(ATTENTION_MODELS[args.model], args.kv, args.copies)
-    best, us = tune(copies, args.rows, args.kv, args.seconds)
-    print(f"{us:.2f} us: {best}")
+    tuner = Tuner(copies, args.rows, args.kv)
+    best, us = tuner.tune(Setting(tuning_of(args.mode)), args.mode, args.seconds)
+    print(f"{us:.2f} us: {describe(best)}")
 
 
 if __name__ == "__main__":

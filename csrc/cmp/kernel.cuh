@@ -38,9 +38,9 @@ static_assert(kPartials == operand::index_key::partials &&
 // A main loop waits for as many pages as it has blocks in flight before it releases one.
 MEGAMOE_HD constexpr bool pages_suffice() {
     constexpr int kWidth = Body::kBand * Body::kTiles;
-    constexpr int kMost = kWidth <= 32 ? 4 / Body::kTiles : kWidth <= 64 ? 2 : 1;
     if (!kHasLoaders || Body::kLoads != Loads::kFp8) return true;  // BF16 asserts it itself
-    return blocks_at_once(Body::kBlocks, kMost) * Body::kTiles <= int(kWeightPages);
+    const int held = blocks_at_once(Body::kBlocks, most_at_once(kWidth, Body::kTiles));
+    return held * Body::kTiles <= int(kWeightPages);
 }
 static_assert(pages_suffice(), "too few weight pages for the main loop");
 
@@ -58,7 +58,8 @@ MEGAMOE_DEVICE void finish(const Task& t) {
     if constexpr (requires { finisher.ask(0u); }) finisher.ask(0);
     finisher.early(0);
     t.wait_inputs();
-    emit_sums<S::kBand>(t, t.operand<float>(kPartials), S::kN, finisher);
+    constexpr int kParts = S::kK / (S::kBlocks * int(kBlockBytes));  // these are FP8
+    emit_sums<S::kBand, kParts>(t, t.operand<float>(kPartials), S::kN, finisher);
 }
 
 template <class S>
@@ -93,10 +94,16 @@ MEGAMOE_DEVICE void init(SharedStorage& s) {
     s.stop = 0;
 }
 
-enum class CmpStamp : uint32_t { kEntered, kReady, kStored, kCount };
+enum class CmpStamp : uint32_t { kEntered, kReady, kStored, kSm, kCount };
+MEGAMOE_DEVICE uint32_t sm_id() {
+    uint32_t id;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(id));
+    return id;
+}
 MEGAMOE_DEVICE void stamp(const CmpParams& p, CmpStamp what) {
     if (p.stamps)
-        p.stamps[blockIdx.x * uint32_t(CmpStamp::kCount) + uint32_t(what)] = ptx::now_ns();
+        p.stamps[blockIdx.x * uint32_t(CmpStamp::kCount) + uint32_t(what)] =
+            what == CmpStamp::kSm ? sm_id() : ptx::now_ns();
 }
 
 MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t warp) {
@@ -151,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::attention::kCmpThreads, ME
     if (threadIdx.x == 0) {
         if (p.trigger == Trigger::kEntry) ptx::launch_dependents();
         stamp(p, CmpStamp::kEntered);
+        stamp(p, CmpStamp::kSm);
         init(s);
     }
     if (warp == 1) {

@@ -45,8 +45,10 @@ struct CmpParams {
     uint32_t num_tokens;
     Trigger trigger;
     const Instruction* table;  // [CTAs], or null: `grid` says it all
-    uint64_t* stamps;          // [CTAs][3] ns: entered, producers done, stored; or null
+    uint64_t* stamps;          // [CTAs][4]: ns of entry, producers done, stored; the SM. Or null
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
+    uint32_t ahead_pages;      // weight pages that find no room and may go to L2 meanwhile,
+    uint32_t ahead_cycles;     // with a pause between two of them
 };
 
 // One warp writes its CTA's task.

@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megamoe.attention_pre.encode import encode, operand_table
+from megamoe.attention_pre.encode import EncodedPlan, encode, operand_table
 from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.tiling import Specialization
 from megamoe.backends.attention_operands import check_tensor, mapped_rows, stage_maps
@@ -29,45 +29,14 @@ from megamoe.cmp.kernels import (
     standalone_kernels,
 )
 from megamoe.cmp.prefetch import Prefetch, PrefetchParams, prefetch_function, prefetch_node
+from megamoe.cmp.tuning import TRIGGERS, TUNING, Tuning
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
-__all__ = ["TUNING", "BoundCmp", "BoundKernel", "Trigger", "Tuning"]
+__all__ = ["BoundCmp", "BoundKernel", "with_wait"]
 
-Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
-_TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
-_STAMPS: Final = 3
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How one kernel runs.
-
-    Attributes:
-        trigger: when a CTA lets dependent kernels in: never (when it ends), first of all, when its
-            weights are asked for, when its producers are done, or when its results are stored.
-        priority: of its blocks among those that could start; 0 is the lowest, -5 the highest.
-        weight_pages: of shared memory; 0 chooses.
-        ctas: see ``Shape``; 0 chooses.
-        wait: see ``compile_kernel``.
-    """
-
-    trigger: Trigger = "entry"
-    priority: int = 0
-    weight_pages: int = 0
-    ctas: int = 0
-    wait: Wait = "late"
-
-
-TUNING: Final[Mapping[str, Tuning]] = {
-    # The way to the scores first; D0 and D2 fill what it leaves.
-    **{name: Tuning(priority=-5) for name in ("A0", "B0f", "D1p", "D1f", "E1")},
-    **{name: Tuning(priority=-3) for name in ("B1p", "B1f")},
-    "B0p": Tuning(priority=-5, weight_pages=6),
-    "C0": Tuning(priority=-3, weight_pages=4),
-    "D0": Tuning(weight_pages=6),
-}
-"""By kernel name; others take ``Tuning()``. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys
-(``docs/cmp.md``); D0 with more pages was not tried."""
+_STAMPS: Final = 4
+_AHEAD_CYCLES: Final = 900
+"""Between two requests of a CTA for L2: a backlog would delay all others."""
 
 
 class _CmpParams(ctypes.Structure):
@@ -83,7 +52,9 @@ class _CmpParams(ctypes.Structure):
         ("table", ctypes.c_uint64),
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
-        ("padding", ctypes.c_uint8 * 56),
+        ("ahead_pages", ctypes.c_uint32),
+        ("ahead_cycles", ctypes.c_uint32),
+        ("padding", ctypes.c_uint8 * 48),
     )
 
 
@@ -96,7 +67,7 @@ class _Loaded:
 
 
 def _shape(kernel: StandaloneKernel, tuned: Tuning) -> Shape:
-    return kernel_shape(kernel, tuned.weight_pages, tuned.ctas)
+    return kernel_shape(kernel, tuned.weight_pages, tuned.ctas, tuned.at_once)
 
 
 def _compile(kernel: StandaloneKernel, tuned: Tuning) -> None:
@@ -164,6 +135,8 @@ class BoundCmp:
         plan: made with ``final="rows"``.
         tensors: every buffer that the plan names, on the current device.
         tuning: by kernel name; the others take ``TUNING``'s.
+        like: another one of the same plan and tuning, on other tensors: what does not depend on
+            these is taken from it.
         only: names of the kernels to run, where not all.
         prefetch: a node beside the kernels that brings weights into L2.
         trace: whether kernels note when their CTAs entered, had their inputs, and ended.
@@ -183,6 +156,7 @@ class BoundCmp:
         tensors: Mapping[str, Tensor],
         *,
         tuning: Mapping[str, Tuning] | None = None,
+        like: BoundCmp | None = None,
         only: Collection[str] = (),
         prefetch: Prefetch | None = None,
         trace: bool = False,
@@ -191,22 +165,29 @@ class BoundCmp:
             raise BackendUnavailable("these kernels need a Hopper GPU (compute capability 9.0)")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.plan = plan
-        parts = [k for k in standalone_kernels(plan) if not only or k.name in only]
+        wanted = {**TUNING, **(tuning or {})}
+        self._every: tuple[tuple[StandaloneKernel, ...], EncodedPlan]
+        if like is None:
+            columns = {name: tuned.columns for name, tuned in wanted.items()}
+            self._every = standalone_kernels(plan, columns), encode(plan)
+        else:
+            self._every = like._every
+        parts = [k for k in self._every[0] if not only or k.name in only]
+        encoded = self._every[1]
         self.edges: tuple[Edge, ...] = data_edges(parts)
-        encoded = encode(plan)
         for name, buffer in encoded.buffers.items():
             if name not in tensors:
                 raise SpecError(f"no tensor {name!r}: the plan needs {', '.join(encoded.buffers)}")
             check_tensor(buffer, tensors[name], self.device)
         table = operand_table(encoded, {n: tensors[n].data_ptr() for n in encoded.buffers})
         rows = mapped_rows(encoded)
-        wanted = {**TUNING, **(tuning or {})}
         self._tensors = dict(tensors)  # kept alive
         self._tables: list[Tensor] = []
         self.kernels: list[BoundKernel] = []
         self._stamps: dict[str, Tensor] = {}
-        with ThreadPoolExecutor(8) as pool:  # the compiler runs without Python's lock
-            list(pool.map(lambda k: _compile(k, wanted.get(k.name, Tuning())), parts))
+        if like is None:
+            with ThreadPoolExecutor(8) as pool:  # the compiler runs without Python's lock
+                list(pool.map(lambda k: _compile(k, wanted.get(k.name, Tuning())), parts))
         for part in parts:
             row = plan.rows.index(part.row)
             maps = bytes(256)
@@ -237,7 +218,8 @@ class BoundCmp:
         trace: bool,
     ) -> BoundKernel:
         loaded = _load(part, _shape(part, tuned), tuned.wait)
-        params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=_TRIGGERS.index(tuned.trigger))
+        params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
+        params.ahead_pages, params.ahead_cycles = tuned.ahead, _AHEAD_CYCLES
         params.maps[:] = maps
         params.operands[:] = operands.tolist()
         params.task[:] = part.task.tolist()
@@ -270,7 +252,7 @@ class BoundCmp:
         )
 
     def stamps(self) -> dict[str, NDArray[np.int64]]:
-        """With ``trace``: ns of the last run, [CTAs, 3]: entered, producers done, ended."""
+        """With ``trace``, of the last run, [CTAs, 4]: ns of entry, producers done, end; the SM."""
         return {name: t.cpu().numpy() for name, t in self._stamps.items()}
 
     def span_us(self) -> float:

@@ -9,7 +9,7 @@ A0, B0p, B0f, C0, B1p, B1f, D1p, D1f, D0, D2, E1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -22,7 +22,7 @@ from megamoe.attention_pre.grid import partials_name
 from megamoe.attention_pre.passes import RELAY
 from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.stages import Stage
-from megamoe.attention_pre.tiling import Specialization, StageTiles, Tile
+from megamoe.attention_pre.tiling import Specialization, StageTiles, Tile, Unit
 from megamoe.backends.attention import spec_macro
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP
@@ -50,6 +50,9 @@ _FINAL_ROWS: Final = 16
 """Token rows of a CTA that sums parts: its eight warps take two each."""
 _FINISHER_READS: Final = {"index_query": ("gate",), "gemm_store": ("residual",)}
 """Operands that the second half reads besides the parts; all others belong to the first."""
+_MOST_PAGES: Final = 13
+_AT_ONCE: Final = 4
+_PARTS_AT_ONCE: Final = 6
 _NO_PAGES: Final = ("norm_quant", "qkv_a_final")
 _BY_BLOCKS: Final = ("row", "rows", "col", "cols", "k", "part", "item", "flags")
 """Fields of a task that ``TaskGrid`` gives."""
@@ -94,14 +97,17 @@ class Shape:
     """How a kernel is compiled, besides its specialisation.
 
     Attributes:
-        weight_pages: of 16 KiB, for weights or keys.
-        input_pages: of 16 KiB.
+        weight_pages: of 16 KiB, for weights or keys; 0: the kernel loads nothing through pages.
+        input_pages: of 16 KiB, or less where one holds all inputs.
         ctas: that an SM must be able to hold at once: bounds the registers.
+        at_once: blocks of K that the main loop holds at most before it releases one; of the kernel
+            that finishes rows of the first projection, parts that are asked for at once.
     """
 
     weight_pages: int
     input_pages: int
     ctas: int
+    at_once: int = 4
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,15 @@ class StandaloneKernel:
     ctas: int
 
 
-def standalone_kernels(plan: KernelPlan) -> tuple[StandaloneKernel, ...]:
+def standalone_kernels(
+    plan: KernelPlan, columns: Mapping[str, int] | None = None
+) -> tuple[StandaloneKernel, ...]:
     """The plan's stages as kernels, in an order in which each follows its producers.
+
+    Args:
+        plan: made with ``final="rows"``.
+        columns: by stage, the most that a CTA of ``absorb_query`` computes; the plan's tiles
+            otherwise. Small CTAs find room sooner.
 
     Raises:
         SpecError: the plan finishes rows in the last part to arrive (``final="last"``), which a
@@ -152,8 +165,26 @@ def standalone_kernels(plan: KernelPlan) -> tuple[StandaloneKernel, ...]:
                 f"stage {stage.name}: rows are finished by the last part to arrive; plan with "
                 'final="rows" to run it as kernels of their own'
             )
-        kernels += _kernels_of(fmt, plan, stage, tiled)
+        kernels += _kernels_of(fmt, plan, stage, _narrow(tiled, (columns or {}).get(stage.name, 0)))
     return tuple(kernels)
+
+
+def _narrow(tiled: StageTiles, columns: int) -> StageTiles:
+    """The stage with tasks of at most ``columns`` columns."""
+    spec = tiled.specialization
+    if not 0 < columns < spec.block_n or tiled.opcode != "absorb_query":
+        return tiled
+    cut = []
+    for tile in tiled.tiles:
+        fields = dict(tile.fields)
+        end = fields["col"] + fields["cols"]
+        for col in range(fields["col"], end, columns):
+            some = fields | {"col": col, "cols": min(columns, end - col)}
+            cut.append(replace(tile, fields=tuple(some.items())))
+    units = tuple(Unit((i,), ()) for i in range(len(cut)))
+    return replace(
+        tiled, specialization=replace(spec, block_n=columns), tiles=tuple(cut), units=units
+    )
 
 
 def _kernels_of(
@@ -304,15 +335,19 @@ def _agrees(
     return True
 
 
-def kernel_shape(kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0) -> Shape:
-    """Pages and resident CTAs that suit a kernel; 0 chooses.
+def kernel_shape(
+    kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0, at_once: int = 0
+) -> Shape:
+    """Pages, resident CTAs and blocks in flight that suit a kernel; 0 chooses.
 
     Small bands leave room for two CTAs, so that a consumer can begin beside its producer.
     """
     spec = kernel.specialization
     if kernel.part == "final" or spec.opcode in _NO_PAGES:
         # A row of the first projection keeps its parts in registers: 168 of them.
-        return Shape(1, 1, ctas or (1 if spec.opcode == "qkv_a_final" else 2))
+        whole_rows = spec.opcode == "qkv_a_final"
+        parts = at_once or _PARTS_AT_ONCE
+        return Shape(0, 0, ctas or (1 if whole_rows else 2), parts if whole_rows else 0)
     if spec.opcode == "index_score":
         rows = spec.band * int(dict(spec.shape)["heads"])
         return Shape(weight_pages or 2, 1, ctas or (1 if rows > 64 else 2))
@@ -322,17 +357,15 @@ def kernel_shape(kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0)
     per_page = GROUP // spec.band
     # Blocks that a main loop holds at once (``blocks_at_once`` of csrc/attention_pre/ops).
     width = spec.band * tiles
-    most = 4 if bf16 else 4 // tiles if width <= 32 else 2 if width <= 64 else 1
+    at_once = at_once or _AT_ONCE
+    most = min(at_once, 4 if bf16 else 4 // tiles if width <= 32 else 2 if width <= 64 else 1)
     held = next((d for d in range(most, 1, -1) if blocks % d == 0), 1)
     inputs = min(-(-blocks // per_page), 3 if spec.band <= 32 else 5)
-    if bf16:
+    if bf16 and blocks > per_page:
         inputs = -(-held // per_page) + 1
     chosen = weight_pages or min(blocks * tiles, 8, 12 - inputs)
-    return Shape(
-        min(max(chosen, held * tiles), blocks * tiles),
-        inputs,
-        ctas or (2 if spec.band <= 32 else 1),
-    )
+    pages = min(max(chosen, held * tiles), blocks * tiles, _MOST_PAGES - inputs)
+    return Shape(pages, inputs, ctas or 2 if spec.band <= 32 else 1, at_once)
 
 
 def compile_kernel(
@@ -364,6 +397,9 @@ def kernel_defines(
         "MEGAMOE_CMP_CTAS": shape.ctas,
         "MEGAMOE_CMP_PART": PARTS.index(part),
     }
+    if shape.at_once:
+        what = "PARTS" if specialization.opcode == "qkv_a_final" else "BLOCKS"
+        defines[f"MEGAMOE_ATTENTION_{what}_AT_ONCE"] = shape.at_once
     if wait == "never":
         defines["MEGAMOE_CMP_NEVER_WAIT"] = 1
     else:

@@ -16,8 +16,9 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.backends.attention import AttentionKernel, BoundPlan, compile_attention
-from megamoe.cmp.bound import BoundCmp, Tuning
+from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import MODES, CmpGraph
+from megamoe.cmp.tuning import Tuning
 from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL, AttentionCase, check_attention, poisoned

@@ -21,7 +21,6 @@ from megamoe import jit
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
-from megamoe.cmp.bound import TUNING, Tuning
 from megamoe.cmp.kernels import (
     compile_kernel,
     kernel_defines,
@@ -29,6 +28,7 @@ from megamoe.cmp.kernels import (
     standalone_kernels,
 )
 from megamoe.cmp.prefetch import compile_prefetch
+from megamoe.cmp.tuning import TUNING, Tuning
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
@@ -209,7 +209,7 @@ def test_a_consumer_fits_beside_its_producer():
     size = {}
     for k in kernels(16):
         tuned = TUNING.get(k.name, Tuning())
-        shape = kernel_shape(k, tuned.weight_pages, tuned.ctas)
+        shape = kernel_shape(k, tuned.weight_pages, tuned.ctas, tuned.at_once)
         unit = compile_kernel(k.specialization, k.part, shape)
         size[k.name] = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
     pairs = [("A0", "B0p"), ("B0p", "B0f"), ("B0p", "D1p"), ("B0f", "D0"), ("D1p", "D1f")]
