@@ -177,6 +177,7 @@ def roofline(
 
 @app.command("moe", cls=Command)
 def moe(
+    context: typer.Context,
     model: _Model = "v4-pro",
     experts: _Experts = 0,
     ranks: _Ranks = "1,2,4,8,16,32,64",
@@ -188,7 +189,11 @@ def moe(
     tflops: _Tflops = 0.0,
     read_tbs: _Read = 0.0,
     against: Annotated[
-        Path | None, typer.Option(help="A result file: print the model beside its rows.")
+        Path | None,
+        typer.Option(
+            help="A result file: print the model beside its rows, of which --model, --experts, "
+            "--ranks and --tokens choose."
+        ),
     ] = None,
     refit: Annotated[
         bool, typer.Option("--refit", help="Fit the coefficients to --against first.")
@@ -207,7 +212,19 @@ def moe(
             raise SpecError("--refit needs --against FILE to fit to")
         coefficients = fit(rows, machine) if refit and rows is not None else FITTED
         if rows is not None:
-            _show_error(rows, machine, coefficients, str(against), as_json=as_json)
+            if _given(context, "imbalance"):
+                raise SpecError("--imbalance: rows that the model is compared with are uniform")
+            chosen = {
+                "model": [model] if _given(context, "model") else None,
+                "experts": [experts] if experts else None,
+                "ranks": _numbers("--ranks", ranks, MAX_RANKS)
+                if _given(context, "ranks")
+                else None,
+                "tokens": _numbers("--tokens", tokens, _MOST)
+                if _given(context, "tokens")
+                else None,
+            }
+            _show_error(rows, chosen, machine, coefficients, str(against), as_json=as_json)
             return
         spec = published_layer(model, experts=experts)
         sizes = _numbers("--ranks", ranks, MAX_RANKS)
@@ -248,6 +265,12 @@ def moe(
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:
@@ -294,13 +317,26 @@ def _print_sources(figures: list[Figure]) -> None:
 
 
 def _show_error(
-    rows: list[dict[str, Any]], machine: Machine, coefficients: Any, name: str, *, as_json: bool
+    rows: list[dict[str, Any]],
+    chosen: dict[str, list[Any] | None],
+    machine: Machine,
+    coefficients: Any,
+    name: str,
+    *,
+    as_json: bool,
 ) -> None:
     from launcher.estimate_layer import moe_error
 
-    errors = moe_error(rows, machine, coefficients)
-    if not errors:
+    every = moe_error(rows, machine, coefficients)
+    if not every:
         raise SpecError(f"{name} has no uniform rows with a time")
+    wanted = {key: values for key, values in chosen.items() if values is not None}
+    errors = [e for e in every if all(e[key] in values for key, values in wanted.items())]
+    if not errors:
+        asked = ", ".join(f"{key} {'/'.join(map(str, v))}" for key, v in wanted.items())
+        there = sorted({(e["model"], e["ranks"], e["experts"]) for e in every})
+        has = ", ".join(f"{m} EP{r} of {n} experts" for m, r, n in there)
+        raise SpecError(f"{name} has no uniform rows of {asked}: it has {has}")
     rms = math.sqrt(sum(e["error"] ** 2 for e in errors) / len(errors))
     worst = max(errors, key=lambda e: abs(e["error"]))
     if as_json:

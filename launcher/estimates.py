@@ -23,6 +23,7 @@ __all__ = [
     "overlap",
     "padded_rows",
     "roofline",
+    "row_bytes",
 ]
 
 
@@ -141,8 +142,8 @@ class Load:
     routes: int
 
 
-def _row_bytes(spec: MoESpec, columns: int) -> float:
-    """A row of activations: e4m3 with FP32 scales per 128, or BF16."""
+def row_bytes(spec: MoESpec, columns: int) -> float:
+    """Bytes of a row of activations: e4m3 with FP32 scales per 128 columns, or BF16."""
     return columns * (1 + 4 / GROUP) if spec.weight_dtype == "fp8" else 2 * columns
 
 
@@ -182,11 +183,11 @@ def load(spec: MoESpec, ranks: int, tokens: int, imbalance: float = 1.0) -> Load
         # In: rows pulled, and slots of the own tokens; out: the mirror image.
         link_bytes=remote
         * max(
-            rows * _row_bytes(spec, h) + tokens * spec.topk * 2 * h,
-            tokens * spec.topk * _row_bytes(spec, h) + rows * 2 * h,
+            rows * row_bytes(spec, h) + tokens * spec.topk * 2 * h,
+            tokens * spec.topk * row_bytes(spec, h) + rows * 2 * h,
         ),
         slot_bytes=(spec.topk + 1) * 2 * h * tokens,
-        stage_bytes=2 * tokens * _row_bytes(spec, h),
+        stage_bytes=2 * tokens * row_bytes(spec, h),
         routes=tokens * spec.topk,
     )
 
@@ -208,7 +209,7 @@ def overlap(spec: MoESpec, ranks: int, machine: Machine) -> list[Figure]:
     if not 1 <= ranks <= MAX_RANKS:
         raise SpecError(f"ranks = {ranks}: must be in 1..{MAX_RANKS}")
     h, i = spec.hidden, spec.inter
-    comp, comm = 6.0 * h * i, _row_bytes(spec, h) + 2 * h
+    comp, comm = 6.0 * h * i, row_bytes(spec, h) + 2 * h
     remote = (ranks - 1) / ranks
     balance = machine.flops / machine.link
     plain = comp / (3 * h)

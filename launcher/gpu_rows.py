@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from launcher.contenders import Unavailable
-from launcher.estimates import H200
+from launcher.estimates import H200, row_bytes
 from launcher.gpu_contenders import (
     GpuBatch,
     GpuContender,
@@ -77,14 +77,14 @@ def floor_of(spec: MoESpec, counts: Tensor) -> Floor:
     """
     ranks = counts.shape[0]
     by_owner = counts.view(ranks, ranks, spec.num_experts // ranks).double()
-    element = 1 if spec.weight_dtype == "fp8" else 2
     h = spec.hidden
     rows = by_owner.sum((0, 2))
     active = (by_owner.sum(0) > 0).sum(1).double()
     own = torch.stack([by_owner[r, r].sum() for r in range(ranks)])
     came, went = rows - own, by_owner.sum((1, 2)) - own
-    # A dispatched row is x, a returned one BF16: in, and out.
-    link = torch.maximum(came * h * element + went * 2 * h, went * h * element + came * 2 * h)
+    # A dispatched row is x with its scales, a returned one BF16: in, and out.
+    row = row_bytes(spec, h)
+    link = torch.maximum(came * row + went * 2 * h, went * row + came * 2 * h)
     flops, read = 6.0 * rows * h * spec.inter, active * expert_bytes(spec)
     most = [float(of_ranks.max()) for of_ranks in (flops, read, link)]
     seconds = max(most[0] / H200.flops, most[1] / H200.read, most[2] / H200.link)

@@ -251,6 +251,22 @@ def test_a_fit_recovers_the_coefficients_of_made_up_rows():
         fit(rows[:5])
 
 
+X2 = str(RESULTS / "moe_h200x2.json")
+
+
+def test_options_choose_the_rows_that_the_model_is_compared_with():
+    def rows(*args):
+        found = estimate("moe", "--against", X2, *args, "--json")
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)["rows"]
+
+    every = rows()
+    assert {r["model"] for r in every} == {"v4-flash", "deepseek-v3"}
+    few = rows("--model", "deepseek-v3", "--tokens", "64,8192", "--ranks", "2")
+    assert [(r["model"], r["tokens"]) for r in few] == [("deepseek-v3", 64), ("deepseek-v3", 8192)]
+    assert all(r in every for r in few)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -260,6 +276,8 @@ def test_a_fit_recovers_the_coefficients_of_made_up_rows():
         (["moe", "--imbalance", "9", "--ranks", "8"], "imbalance = 9"),
         (["moe", "--refit"], "--refit needs"),
         (["moe", "--against", str(RESULTS / "stress_cpu.json")], "uniform rows"),
+        (["moe", "--against", X2, "--imbalance", "2"], "--imbalance"),
+        (["moe", "--against", X2, "--ranks", "7"], "of ranks 7: it has deepseek-v3 EP2 of 256"),
         (["roofline", "--tokens", "few"], "--tokens few"),
         (["overlap", "--link-gbs", "-3"], "must be positive"),
         (["gaps", "--model", "gpt-2"], "--kernels FILE"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from launcher import bench_moe, gpu_rows
+from launcher.estimates import load
 from launcher.moe_rows import BenchOptions
 from launcher.timing import times
 from launcher.workloads import parse_routing
@@ -21,10 +22,19 @@ def test_the_floor_of_a_batch_by_hand():
     assert found.flops == 6 * 12 * 1024 * 512  # 7 + 1 + 4 rows
     # Both of rank 1's experts are active, and both of rank 0's.
     assert found.weight_bytes == pytest.approx(2 * 3 * 1024 * 512, rel=1e-3)
-    # 8 rows came to rank 1 as e4m3 and left as BF16; 2 went the other way.
-    assert found.link_bytes == 8 * 2 * 1024 + 2 * 1024
+    # 8 rows came to rank 1 as e4m3 with 8 scales and left as BF16; 2 went the other way.
+    assert found.link_bytes == 8 * 2 * 1024 + 2 * (1024 + 8 * 4)
     slowest = max(found.flops / 1250e12, found.weight_bytes / 4.70e12, found.link_bytes / 335e9)
     assert found.us == pytest.approx(slowest * 1e6)
+
+
+def test_bytes_are_those_of_the_estimates():
+    """The mean of uniform routing, when it happens to be exact."""
+    counts = torch.full((2, 4), 6)  # 12 tokens of 2 routes on each rank
+    found, mean = gpu_rows.floor_of(SPEC, counts), load(SPEC, 2, 12)
+    assert found.link_bytes == mean.link_bytes
+    assert found.flops == mean.flops
+    assert found.weight_bytes == pytest.approx(mean.weight_bytes, rel=1e-6)
 
 
 def test_an_expert_without_rows_is_not_read():
