@@ -38,6 +38,17 @@ _INPUTS: Final = ("hidden_states", "residual", "positions", *_CALL)
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where in a sequence a request appends its tokens; see ``Sequences.append``."""
+
+    name: str
+    start: bool
+    end: bool
+    expected: int | None
+    rewind: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Work:
     """A checked request, before it has pages."""
 
@@ -45,9 +56,7 @@ class _Work:
     hidden: Segments
     residual: Segments
     positions: memoryview | None
-    sequence: str | None
-    start: bool = False
-    end: bool = False
+    place: _Place | None
     new_tokens: list[int]
     context_lens: list[int] = field(default_factory=list)
     table: list[list[int]] = field(default_factory=list)
@@ -156,10 +165,13 @@ class AttentionModel:
         hidden, residual = tensors.get("hidden_states"), tensors.get("residual")
         if hidden is None or residual is None:
             raise bad("inputs 'hidden_states' and 'residual' are needed")
-        if len(hidden.shape) != 2 or not 1 <= hidden.shape[0] <= info.max_tokens:
+        place = _place(request)
+        # Without tokens there is a sequence to look up, rewind or end.
+        least = 0 if place is not None and not place.start else 1
+        if len(hidden.shape) != 2 or not least <= hidden.shape[0] <= info.max_tokens:
             raise bad(
                 f"input 'hidden_states' has shape {list(hidden.shape)}: must be [n, {info.hidden}] "
-                f"with n in 1..{info.max_tokens}; split it over several requests"
+                f"with n in {least}..{info.max_tokens}; split it over several requests"
             )
         n = hidden.shape[0]
         expect(hidden, ("BF16",), (n, info.hidden))
@@ -177,16 +189,15 @@ class AttentionModel:
             "rows": bool(names & {"latent_rows", "index_rows"}),
             "deadline": time.monotonic() + time_limit_s(request, limit_s),
         }
-        name, start, end = _sequence(request)
-        if name is not None:
+        if place is not None:
             given = [call for call in _CALL if call in tensors]
             if given:
                 raise bad(
                     f"input {given[0]!r} does not go with sequence_id: the service keeps a "
                     "sequence's lengths and pages itself"
                 )
-            return _Work(**common, sequence=name, start=start, end=end, new_tokens=[n])
-        return _Work(**common, sequence=None, **_call(tensors, n, info))
+            return _Work(**common, place=place, new_tokens=[n])
+        return _Work(**common, place=None, **_call(tensors, n, info))
 
     async def execute(self, engine: Engine, work: _Work, layer: LayerInfo) -> _Executed:
         """Runs a checked request on pages of its sequence, or on pages of its own."""
@@ -207,21 +218,29 @@ class AttentionModel:
                 rows=work.rows,
                 deadline=work.deadline,
             )
-            result = await engine.run_attention(request)
+            if work.num_tokens:
+                result = await engine.run_attention(request)
+            else:  # nothing for the ranks to do
+                result = AttentionResult(tensors=dict.fromkeys(_OUTPUTS, memoryview(b"")))
             lease.done = True
         told: dict[str, Any] = {}
-        if work.sequence is not None:
-            told = {"sequence_id": work.sequence, "sequence_keys": request.context_lens[0]}
+        if work.place is not None:
+            told = {"sequence_id": work.place.name, "sequence_keys": request.context_lens[0]}
         return _Executed(result, work, request.num_keys, info, told)
 
     @contextlib.contextmanager
     def _lease(self, work: _Work) -> Iterator[Lease]:
         try:
-            if work.sequence is None:
+            if (place := work.place) is None:
                 held = self.sequences.scratch(work.num_pages)
             else:
                 held = self.sequences.append(
-                    work.sequence, work.num_tokens, start=work.start, end=work.end
+                    place.name,
+                    work.num_tokens,
+                    start=place.start,
+                    end=place.end,
+                    expected=place.expected,
+                    rewind=place.rewind,
                 )
             with held as lease:
                 yield lease
@@ -245,22 +264,40 @@ def _within(tensor: Tensor, low: int, high: int) -> None:
         raise bad(f"input {tensor.name!r}[{where}] = {values[at]}: must be in {low}..{high}")
 
 
-def _sequence(request: InferRequest) -> tuple[str | None, bool, bool]:
-    """Name of the request's sequence, whether it begins and whether it ends with it."""
+def _place(request: InferRequest) -> _Place | None:
+    """The place that the request names; None without a sequence."""
     given = request.parameters.get("sequence_id", 0)
-    flags = []
-    for key in ("sequence_start", "sequence_end"):
-        value = request.parameters.get(key, False)
-        if not isinstance(value, bool):
-            raise bad(f"{key} = {value!r}: must be true or false")
-        flags.append(value)
+    flags = {}
+    for key in ("sequence_start", "sequence_end", "sequence_rewind"):
+        flags[key] = request.parameters.get(key, False)
+        if not isinstance(flags[key], bool):
+            raise bad(f"{key} = {str(flags[key])[:40]!r}: must be true or false")
+    expected = request.parameters.get("sequence_keys")
+    if expected is not None and (type(expected) is not int or not 0 <= expected < 1 << 40):
+        raise bad(
+            f"sequence_keys = {str(expected)[:40]!r}: must be the number of keys that the sequence "
+            "has before this request"
+        )
     if type(given) not in (int, str) or len(str(given)) > 128:
         raise bad(f"sequence_id = {str(given)[:40]!r}: must be a number or up to 128 characters")
     if given in (0, ""):
-        if any(flags):
-            raise bad("sequence_start and sequence_end need a sequence_id that is not 0 or empty")
-        return None, False, False
-    return str(given), flags[0], flags[1]
+        if expected is not None or any(flags.values()):
+            raise bad(
+                "sequence_start, sequence_end, sequence_keys and sequence_rewind need a "
+                "sequence_id that is not 0 or empty"
+            )
+        return None
+    if flags["sequence_start"] and expected:
+        raise bad(f"sequence_keys = {expected}: a sequence starts with 0 keys")
+    if flags["sequence_rewind"] and expected is None:
+        raise bad("sequence_rewind needs sequence_keys, the number of keys to keep")
+    return _Place(
+        name=str(given),
+        start=flags["sequence_start"],
+        end=flags["sequence_end"],
+        expected=expected,
+        rewind=flags["sequence_rewind"],
+    )
 
 
 def _call(tensors: dict[str, Tensor], n: int, info: AttentionInfo) -> dict[str, Any]:

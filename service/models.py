@@ -170,7 +170,8 @@ def time_limit_s(request: InferRequest, default_s: float) -> float:
     timeout = request.parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         raise bad(f"timeout = {timeout!r}: must be a number of microseconds")
-    return min(default_s, timeout / 1e6) if timeout else default_s
+    # Whole numbers first: a client's may be too large for a float.
+    return min(timeout, int(default_s * 1e6)) / 1e6 if timeout else default_s
 
 
 def timings(result: Result) -> Tensor:

@@ -59,7 +59,7 @@ def _refs(*statuses: int) -> dict[int | str, dict[str, Any]]:
         404: "No such model, version or path",
         405: "Wrong method",
         408: "The body came too slowly",
-        409: "Another request of this sequence is in flight",
+        409: "The sequence has another request in flight, or another number of keys",
         413: "Body too large",
         415: "Content-Encoding not supported",
         429: "Queue full: retry",

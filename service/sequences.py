@@ -26,7 +26,11 @@ class SequenceError(ValueError):
 
 
 class SequenceConflict(RuntimeError):
-    """Another request of the sequence is in flight: their order would be left to chance."""
+    """The sequence is not where the request takes it to be.
+
+    It has another number of keys, or another request in flight, which would leave their order to
+    chance.
+    """
 
 
 @dataclass(slots=True)
@@ -102,19 +106,31 @@ class Sequences:
             self._give(generation, pages)
 
     @contextlib.contextmanager
-    def append(self, name: str, num_tokens: int, *, start: bool, end: bool) -> Iterator[Lease]:
+    def append(
+        self,
+        name: str,
+        num_tokens: int,
+        *,
+        start: bool = False,
+        end: bool = False,
+        expected: int | None = None,
+        rewind: bool = False,
+    ) -> Iterator[Lease]:
         """Room for ``num_tokens`` more keys of a sequence.
 
         Args:
             name: of the sequence.
-            num_tokens: new keys.
+            num_tokens: new keys; 0 looks it up, rewinds or ends it.
             start: begins it; one of that name that exists begins anew, once the request was
                 answered. Only where no other pages are free does it end before.
             end: frees its pages once the request was answered.
+            expected: keys that the request takes it to have before; None takes any number.
+            rewind: if it has more, they are forgotten now, whatever becomes of the request: its
+                own keys take their place in the caches.
 
         Raises:
             SequenceError: neither known nor started, or longer than all pages.
-            SequenceConflict: it has a request in flight.
+            SequenceConflict: it has a request in flight, or not ``expected`` keys.
             EngineBusy: no free pages.
         """
         generation = self._generation
@@ -127,12 +143,28 @@ class Sequences:
                 "sequence_end, with a restart of the ranks, and when idle while pages are short)"
             )
         sequence = _Sequence() if known is None or start else known
+        if expected is not None and expected != sequence.length:
+            if expected > sequence.length or not rewind:
+                raise SequenceConflict(
+                    f"sequence {name} has {sequence.length} keys, the request was made for "
+                    f"{expected}: "
+                    + (
+                        "an earlier one is missing"
+                        if expected > sequence.length
+                        else "it was answered before, or another one was; sequence_rewind drops "
+                        f"the keys past {expected}"
+                    )
+                )
+            kept = max(1, -(-expected // PAGE))  # each holds a page: that bounds their number
+            self._give(generation, sequence.pages[kept:])
+            sequence.pages, sequence.length = sequence.pages[:kept], expected
         keys = sequence.length + num_tokens
         if keys > self.num_pages * PAGE:
             raise SequenceError(
                 f"sequence {name} would have {keys} keys: the caches hold {self.num_pages * PAGE}"
             )
-        fresh = self._take(-(-keys // PAGE) - len(sequence.pages), for_name=name, anew=start)
+        missing = max(0, -(-keys // PAGE) - len(sequence.pages))
+        fresh = self._take(missing, for_name=name, anew=start)
         lease = Lease(pages=sequence.pages + fresh, length=sequence.length)
         former = self._known.get(name) if start else None
         sequence.busy, self._known[name] = True, sequence

@@ -42,14 +42,23 @@ def inputs_of(x, residual, **more):
     return made
 
 
-def infer(client, x, residual, *, outputs=None, sequence=0, start=False, end=False, **more):
+def infer(
+    client, x, residual, *, outputs=None, sequence=0, start=False, end=False, parameters=None,
+    **more,
+):  # fmt: skip
     wanted = None
     if outputs is not None:
         wanted = [oip.InferRequestedOutput(name, binary_data=True) for name in outputs]
     return client.infer(
         "attention_pre", inputs_of(x, residual, **more), outputs=wanted, sequence_id=sequence,
-        sequence_start=start, sequence_end=end,
+        sequence_start=start, sequence_end=end, parameters=parameters,
     )  # fmt: skip
+
+
+def keys_of(client, sequence, **more) -> int:
+    """What a request without tokens says of a sequence."""
+    result = infer(client, *tokens(0), sequence=sequence, **more)
+    return result.get_response()["parameters"]["sequence_keys"]
 
 
 def assert_same(have, want):
@@ -125,6 +134,50 @@ def test_a_sequence_keeps_its_keys_on_the_ranks(client, engine):
     with pytest.raises(InferenceServerException, match="sequence 7 is not known") as caught:
         infer(client, *tokens(1), sequence=7)
     assert caught.value.status() == "400"
+
+
+def test_a_request_without_tokens_looks_a_sequence_up_or_ends_it(client, engine):
+    infer(client, *tokens(5), sequence=7, start=True)
+    steps = len(engine.attended)
+    result = infer(client, *tokens(0), sequence=7)
+    assert result.get_response()["parameters"]["sequence_keys"] == 5
+    shapes = {name: list(result.as_numpy(name).shape) for name in OUTPUTS}
+    assert shapes["logits"] == [0, 5]
+    assert shapes["queries"] == [0, 2, 128]
+    wanted = ["latent_rows", "index_rows", "timings"]
+    rows = infer(client, *tokens(0), sequence=7, outputs=wanted)
+    assert list(rows.as_numpy("index_rows").shape) == [0, 132]
+    assert keys_of(client, 7, end=True) == 5
+    with pytest.raises(InferenceServerException, match="sequence 7 is not known"):
+        keys_of(client, 7, end=True)
+    assert len(engine.attended) == steps, "the ranks have nothing to do"
+    with pytest.raises(InferenceServerException, match=r"n in 1\.\.16"):
+        keys_of(client, 7, start=True)
+    with pytest.raises(InferenceServerException, match=r"n in 1\.\.16"):
+        infer(client, *tokens(0))
+
+
+def test_a_request_that_was_sent_twice_appends_once(client, engine):
+    """The answer to the first was lost: the second is refused, or takes its place."""
+    infer(client, *tokens(16), sequence=7, start=True, parameters={"sequence_keys": 0})
+    at_16 = {"sequence_keys": 16}
+    first = infer(client, *tokens(6), sequence=7, parameters=at_16)
+    with pytest.raises(
+        InferenceServerException, match="has 22 keys, the request was made for 16"
+    ) as caught:
+        infer(client, *tokens(6), sequence=7, parameters=at_16)
+    assert caught.value.status() == "409"
+    again = infer(
+        client, *tokens(6), sequence=7, parameters={**at_16, "sequence_rewind": True}
+    )  # fmt: skip
+    assert_same(again.as_numpy("logits"), first.as_numpy("logits"))
+    assert engine.attended[-1].context_lens == [22]
+    assert engine.attended[-1].block_table == engine.attended[-2].block_table
+    assert keys_of(client, 7) == 22
+    assert keys_of(client, 7, parameters={"sequence_keys": 3, "sequence_rewind": True}) == 3
+    with pytest.raises(InferenceServerException, match="an earlier one is missing") as caught:
+        infer(client, *tokens(1), sequence=7, parameters=at_16)
+    assert caught.value.status() == "409"
 
 
 def test_sequences_end_with_their_group_of_ranks(client, engine):
@@ -259,7 +312,13 @@ def test_more_refusals(client, server, engine):
     for parameters, said in (
         ({"sequence_id": 1.5}, "sequence_id = '1.5'"),
         ({"sequence_start": True}, "need a sequence_id"),
-        ({"sequence_id": 1, "sequence_end": 1}, "sequence_end = 1: must be true or false"),
+        ({"sequence_keys": 0}, "need a sequence_id"),
+        ({"sequence_id": 1, "sequence_keys": -1}, "sequence_keys = '-1'"),
+        ({"sequence_id": 1, "sequence_keys": 1.0}, "sequence_keys = '1.0'"),
+        ({"sequence_id": 1, "sequence_keys": True}, "sequence_keys = 'True'"),
+        ({"sequence_id": 1, "sequence_start": True, "sequence_keys": 2}, "starts with 0 keys"),
+        ({"sequence_id": 1, "sequence_rewind": True}, "sequence_rewind needs sequence_keys"),
+        ({"sequence_id": 1, "sequence_end": 1}, "sequence_end = '1': must be true or false"),
         ({"binary_data_output": False}, "output 'residual': BF16 cannot be sent as JSON"),
     ):
         head["parameters"] = {"binary_data_output": True, **parameters}
@@ -377,8 +436,20 @@ def test_ranks_append_to_sequences_beside_moe_requests(served):
         assert served.metric("megamoe_attention_sequences") == 3
         times = have.get_response()["parameters"]
         assert times["kernel_us"] > 0
+        # The last one once more: its keys take their own place, the bits are the same.
+        lengths[3] -= n
+        keep = {"sequence_keys": lengths[3], "sequence_rewind": True}
+        again = infer(client, x, residual, sequence=3, parameters=keep)
+        for output in OUTPUTS:
+            assert_same(bits(again, output), want[output])
+        # And a shorter one in its stead, as after rejected guesses.
+        x, residual = tokens(5, 99)
+        have = infer(client, x, residual, sequence=3, parameters=keep)
+        want = peer.run(x, residual, [5], [lengths[3] + 5], tables[3])
+        for output in OUTPUTS:
+            assert_same(bits(have, output), want[output])
         for name in tables:
-            infer(client, *tokens(1), sequence=name, end=True)
+            keys_of(client, name, end=True)
         assert served.metric("megamoe_attention_cache_pages_used") == 0
 
 

@@ -17,9 +17,9 @@ def pages():
     return made
 
 
-def append(pages, name, n, *, start=False, end=False, fails=False):
+def append(pages, name, n, *, fails=False, **more):
     """(keys before, pages) of one request."""
-    with pages.append(name, n, start=start, end=end) as lease:
+    with pages.append(name, n, **more) as lease:
         found = lease.length, list(lease.pages)
         lease.done = not fails
     return found
@@ -45,6 +45,42 @@ def test_a_request_that_failed_has_not_happened(pages):
         append(pages, "b", 1)
     append(pages, "a", 1, end=True, fails=True)
     assert append(pages, "a", 1)[0] == 61
+
+
+def test_a_request_says_how_many_keys_it_takes_the_sequence_to_have(pages):
+    append(pages, "a", 60, start=True, expected=0)
+    assert append(pages, "a", 5, expected=60)[0] == 60
+    # Sent again, as after a lost answer.
+    with pytest.raises(SequenceConflict, match="has 65 keys, the request was made for 60: it was"):
+        append(pages, "a", 5, expected=60)
+    with pytest.raises(SequenceConflict, match="made for 70: an earlier one is missing"):
+        append(pages, "a", 5, expected=70, rewind=True)
+    assert append(pages, "a", 1)[0] == 65
+    assert append(pages, "a", 3, start=True, expected=0)[0] == 0
+
+
+def test_rewinding_forgets_keys_and_gives_their_pages_back(pages):
+    _, first = append(pages, "a", 300, start=True)
+    _, again = append(pages, "a", 1, expected=130, rewind=True)
+    assert again == first[:3]
+    assert (append(pages, "a", 1)[0], pages.pages_used) == (131, 3)
+    # It may fail afterwards: its keys may be in the caches, in the place of the former ones.
+    append(pages, "a", 64, expected=100, rewind=True, fails=True)
+    assert (append(pages, "a", 1)[0], pages.pages_used) == (100, 2)
+    # As many as there are: nothing to forget.
+    assert append(pages, "a", 1, expected=101, rewind=True)[0] == 101
+    append(pages, "a", 0, expected=0, rewind=True)
+    assert (len(pages), pages.pages_used) == (1, 1), "each sequence holds a page"
+    assert append(pages, "a", 64)[1] == first[:1]
+
+
+def test_without_tokens_a_sequence_is_looked_up_or_ended(pages):
+    append(pages, "a", 70, start=True)
+    assert append(pages, "a", 0)[0] == 70
+    assert append(pages, "a", 0, expected=70, end=True)[0] == 70
+    assert (len(pages), pages.pages_used) == (0, 0)
+    with pytest.raises(SequenceError, match="not known"):
+        append(pages, "a", 0, end=True)
 
 
 def test_starting_again_forgets_what_was(pages):
@@ -145,10 +181,20 @@ def test_no_page_has_two_owners_and_none_is_lost():
         name = f"s{rng.randrange(5)}"
         start = name not in owned or rng.random() < 0.1
         end, fails = rng.random() < 0.2, rng.random() < 0.2
+        more: dict = {"start": start, "end": end, "fails": fails}
+        if not start and rng.random() < 0.2:
+            keep = rng.randrange(64 * len(owned[name]) + 1)
+            more |= {"expected": keep, "rewind": True}
         try:
-            _, have = append(pages, name, rng.randrange(1, 200), start=start, end=end, fails=fails)
-        except (EngineBusy, SequenceError):
+            length, have = append(pages, name, rng.randrange(start, 200), **more)
+        except (EngineBusy, SequenceError, SequenceConflict) as error:
+            # Rewound it is all the same, unless it had not so many keys.
+            if "rewind" in more and not isinstance(error, SequenceConflict):
+                owned[name] = owned[name][: max(1, -(-keep // PAGE))]
             continue
+        if "rewind" in more:
+            assert length == keep
+            owned[name] = owned[name][: max(1, -(-keep // PAGE))]
         others = {page for other, theirs in owned.items() if other != name for page in theirs}
         assert not others & set(have)
         assert len(set(have)) == len(have)
