@@ -1,15 +1,12 @@
-// GEMM main loops and what follows them for every opcode: weights on the M side
-// of wgmma, tokens on the N side, so that 8 to 128 tokens cost no padding
-// to 64.
+// GEMM main loops and what follows them for every opcode: weights on the M side of wgmma, tokens on
+// the N side, so that 8 to 128 tokens cost no padding to 64.
 //
-// A weight page is 128 output columns x 128 bytes of K; each of the two math
-// warpgroups takes 64 of the columns. A task has one or two sub-tiles of 128
-// columns, whose pages alternate.
+// A weight page is 128 output columns x 128 bytes of K; each of the two math warpgroups takes 64 of
+// the columns. A task has one or two sub-tiles of 128 columns, whose pages alternate.
 //
-// acc[tile][i]: column (warp of 8) * 16 + i / 2 % 2 * 8 + lane / 4 of the
-// sub-tile, token i / 4 * 8 + lane % 4 * 2 + i % 2. `emit_rows` gathers the
-// columns of a token through shared memory and hands them to one warp: lane l
-// holds columns 4 l ... 4 l + 3. So finishers see rows.
+// acc[tile][i]: column (warp of 8) * 16 + i / 2 % 2 * 8 + lane / 4 of the sub-tile, token
+// i / 4 * 8 + lane % 4 * 2 + i % 2. `emit_rows` gathers the columns of a token through shared
+// memory and hands them to one warp: lane l holds columns 4 l ... 4 l + 3. So finishers see rows.
 #pragma once
 
 #include "attention_pre/vm.cuh"
@@ -17,240 +14,215 @@
 
 namespace megamoe::attention {
 
-template <class S> inline constexpr int kAccumulators = S::kBand / 2;
-template <class S> using Tiles = float[S::kTiles][kAccumulators<S>];
+template <class S>
+inline constexpr int kAccumulators = S::kBand / 2;
+template <class S>
+using Tiles = float[S::kTiles][kAccumulators<S>];
 
-// The most blocks of K whose wgmmas are in flight at once: a divisor of all, as
-// registers allow.
+// The most blocks of K whose wgmmas are in flight at once: a divisor of all, as registers allow.
 MEGAMOE_HD constexpr int blocks_at_once(int blocks, int most) {
-  for (int d = most; d > 1; --d)
-    if (blocks % d == 0)
-      return d;
-  return 1;
+    for (int d = most; d > 1; --d)
+        if (blocks % d == 0) return d;
+    return 1;
 }
 
-MEGAMOE_DEVICE void wait_pending(int groups) { // a constant after unrolling
-  switch (groups) {
-  case 0:
-    return wgmma::wait<0>();
-  case 1:
-    return wgmma::wait<1>();
-  case 2:
-    return wgmma::wait<2>();
-  default:
-    return wgmma::wait<3>();
-  }
+MEGAMOE_DEVICE void wait_pending(int groups) {  // a constant after unrolling
+    switch (groups) {
+        case 0:
+            return wgmma::wait<0>();
+        case 1:
+            return wgmma::wait<1>();
+        case 2:
+            return wgmma::wait<2>();
+        default:
+            return wgmma::wait<3>();
+    }
 }
 
 struct Nothing {
-  MEGAMOE_DEVICE void operator()() const {}
+    MEGAMOE_DEVICE void operator()() const {}
 };
 
 // The same for all lanes, and known to be.
-MEGAMOE_DEVICE uint32_t warpgroup() {
-  return __shfl_sync(~0u, threadIdx.x / 128, 0);
-}
+MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
-// The most blocks in flight of a main loop. A body waits for all of them before
-// it releases the first one's pages, so few of them let pages flow, and many
-// hide the latency of wgmma.
+// The most blocks in flight of a main loop. A body waits for all of them before it releases the
+// first one's pages, so few of them let pages flow, and many hide the latency of wgmma.
 #ifndef MEGAMOE_ATTENTION_BLOCKS_AT_ONCE
 #define MEGAMOE_ATTENTION_BLOCKS_AT_ONCE 4
 #endif
 inline constexpr int kBlocksAtOnce = MEGAMOE_ATTENTION_BLOCKS_AT_ONCE;
 // Of an FP8 task whose sums take `width` columns: tokens x sub-tiles.
 MEGAMOE_HD constexpr int most_at_once(int width, int tiles) {
-  const int most = width <= 32 ? 4 / tiles : width <= 64 ? 2 : 1;
-  return most < kBlocksAtOnce ? most : kBlocksAtOnce;
+    const int most = width <= 32 ? 4 / tiles : width <= 64 ? 2 : 1;
+    return most < kBlocksAtOnce ? most : kBlocksAtOnce;
 }
 
-// FP8: each block of 128 of K is summed by wgmma, then scaled and added in
-// FP32. `U` blocks are in flight: a block's successor in its registers is
-// issued as soon as its sums have been added. `meanwhile` runs once, when the
-// first of them have been issued.
+// FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32. `U` blocks are in
+// flight: a block's successor in its registers is issued as soon as its sums have been added.
+// `meanwhile` runs once, when the first of them have been issued.
 template <class S, class Meanwhile = Nothing>
-MEGAMOE_DEVICE void gemm_fp8(const Task &t, Tiles<S> &acc,
-                             const Meanwhile &meanwhile = {}) {
-  constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
-  constexpr int U = blocks_at_once(S::kBlocks, most_at_once(N * T, T));
-  SharedStorage &s = t.s;
-  // Set although wgmma overwrites it: registers that look read before they are
-  // written would be kept free through all other bodies.
-  float part[U][T][N / 2];
-#pragma unroll
-  for (int tile = 0; tile < T; ++tile)
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      acc[tile][i] = 0.f;
-#pragma unroll
-      for (int u = 0; u < U; ++u)
-        part[u][tile][i] = 0.f;
-    }
-  t.wait_scales();
-  const uint32_t weights = wgmma::operand(ptx::shared_address(s.weights[0]) +
-                                          warpgroup() * (kPageBytes / 2));
-  const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
-  const uint32_t token_scales =
-      ptx::shared_address(s.input_scale[0]) + (ptx::lane() & 3) * 8;
-  const uint32_t w_scales = ptx::shared_address(t.slot.w_scale);
-  // Pages of the next block to issue and of the next to add up.
-  WeightPage weight(t.slot.weight_page), added_weight = weight;
-  InputPage input(t.slot.input_page), added_input = input;
-
-  auto issue = [&](uint32_t block, float (&d)[T][N / 2]) {
-    const uint32_t in_page = block % kGroupBlocks;
-    if (in_page == 0)
-      wait_or_stop(s, s.input_full[input.index], input.phase);
-    const uint32_t b = inputs + input.index * (kPageBytes / 16) +
-                       in_page * (N * kBlockBytes / 16);
-    if (in_page == kGroupBlocks - 1)
-      input.advance();
-#pragma unroll
-    for (int tile = 0; tile < T; ++tile, weight.advance()) {
-      wait_or_stop(s, s.weight_full[weight.index], weight.phase);
-      if (block + tile == 0)
-        t.stamp(Stamp::kLoaded);
-      const uint32_t a = weights + weight.index * (kPageBytes / 16);
-      wgmma::pin(d[tile]);
-      wgmma::fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma::Mma<N, true>::template run<1024, 1024>(
-            d[tile], a + k * wgmma::kStepK, b + k * wgmma::kStepK, k > 0);
-      wgmma::commit();
-    }
-  };
-  // `later` groups of wgmmas have been issued after this block's.
-  auto add_up = [&](uint32_t block, float (&d)[T][N / 2], int later) {
-    const uint32_t in_page = block % kGroupBlocks;
-    const uint32_t scales =
-        token_scales + added_input.index * (kTileRows * 4) + in_page * (N * 4);
-    constexpr bool kEarly =
-        N <= 32; // registers for the scales before the sums are there
-    float2 scale[N / 8];
-    float w[T];
-#pragma unroll
-    for (int j = 0; j < N / 8 && kEarly; ++j)
-      scale[j] = ptx::load_shared2(scales + j * 32);
+MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc, const Meanwhile& meanwhile = {}) {
+    constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
+    constexpr int U = blocks_at_once(S::kBlocks, most_at_once(N * T, T));
+    SharedStorage& s = t.s;
+    // Set although wgmma overwrites it: registers that look read before they are written would be
+    // kept free through all other bodies.
+    float part[U][T][N / 2];
 #pragma unroll
     for (int tile = 0; tile < T; ++tile)
-      w[tile] = ptx::load_shared(w_scales + (tile * S::kBlocks + block) * 4);
 #pragma unroll
-    for (int tile = 0; tile < T; ++tile, added_weight.advance()) {
-      wait_pending(later + T - 1 - tile);
-      wgmma::pin(d[tile]);
-      arrive_warp(s.weight_free[added_weight.index]);
+        for (int i = 0; i < N / 2; ++i) {
+            acc[tile][i] = 0.f;
 #pragma unroll
-      for (int j = 0; j < N / 8; ++j) {
-        const float2 v = kEarly ? scale[j] : ptx::load_shared2(scales + j * 32);
-        const float x = __fmul_rn(v.x, w[tile]), y = __fmul_rn(v.y, w[tile]);
-        acc[tile][j * 4] = fmaf(d[tile][j * 4], x, acc[tile][j * 4]);
-        acc[tile][j * 4 + 1] =
-            fmaf(d[tile][j * 4 + 1], y, acc[tile][j * 4 + 1]);
-        acc[tile][j * 4 + 2] =
-            fmaf(d[tile][j * 4 + 2], x, acc[tile][j * 4 + 2]);
-        acc[tile][j * 4 + 3] =
-            fmaf(d[tile][j * 4 + 3], y, acc[tile][j * 4 + 3]);
-      }
-    }
-    if (in_page == kGroupBlocks - 1 || block == S::kBlocks - 1) {
-      arrive_warp(s.input_free[added_input.index]);
-      added_input.advance();
-    }
-  };
+            for (int u = 0; u < U; ++u) part[u][tile][i] = 0.f;
+        }
+    t.wait_scales();
+    const uint32_t weights =
+        wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
+    const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
+    const uint32_t token_scales = ptx::shared_address(s.input_scale[0]) + (ptx::lane() & 3) * 8;
+    const uint32_t w_scales = ptx::shared_address(t.slot.w_scale);
+    // Pages of the next block to issue and of the next to add up.
+    WeightPage weight(t.slot.weight_page), added_weight = weight;
+    InputPage input(t.slot.input_page), added_input = input;
 
-  // Straight code as far as reasonable: across a jump back the compiler sees no
-  // wgmma in flight.
-  constexpr int kStretch =
-      blocks_at_once(S::kBlocks / U, N * T <= 32 ? 4 : 1) * U;
+    auto issue = [&](uint32_t block, float (&d)[T][N / 2]) {
+        const uint32_t in_page = block % kGroupBlocks;
+        if (in_page == 0) wait_or_stop(s, s.input_full[input.index], input.phase);
+        const uint32_t b =
+            inputs + input.index * (kPageBytes / 16) + in_page * (N * kBlockBytes / 16);
+        if (in_page == kGroupBlocks - 1) input.advance();
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile, weight.advance()) {
+            wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+            if (block + tile == 0) t.stamp(Stamp::kLoaded);
+            const uint32_t a = weights + weight.index * (kPageBytes / 16);
+            wgmma::pin(d[tile]);
+            wgmma::fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                wgmma::Mma<N, true>::template run<1024, 1024>(d[tile], a + k * wgmma::kStepK,
+                                                              b + k * wgmma::kStepK, k > 0);
+            wgmma::commit();
+        }
+    };
+    // `later` groups of wgmmas have been issued after this block's.
+    auto add_up = [&](uint32_t block, float (&d)[T][N / 2], int later) {
+        const uint32_t in_page = block % kGroupBlocks;
+        const uint32_t scales =
+            token_scales + added_input.index * (kTileRows * 4) + in_page * (N * 4);
+        constexpr bool kEarly = N <= 32;  // registers for the scales before the sums are there
+        float2 scale[N / 8];
+        float w[T];
+#pragma unroll
+        for (int j = 0; j < N / 8 && kEarly; ++j) scale[j] = ptx::load_shared2(scales + j * 32);
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile)
+            w[tile] = ptx::load_shared(w_scales + (tile * S::kBlocks + block) * 4);
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile, added_weight.advance()) {
+            wait_pending(later + T - 1 - tile);
+            wgmma::pin(d[tile]);
+            arrive_warp(s.weight_free[added_weight.index]);
+#pragma unroll
+            for (int j = 0; j < N / 8; ++j) {
+                const float2 v = kEarly ? scale[j] : ptx::load_shared2(scales + j * 32);
+                const float x = __fmul_rn(v.x, w[tile]), y = __fmul_rn(v.y, w[tile]);
+                acc[tile][j * 4] = fmaf(d[tile][j * 4], x, acc[tile][j * 4]);
+                acc[tile][j * 4 + 1] = fmaf(d[tile][j * 4 + 1], y, acc[tile][j * 4 + 1]);
+                acc[tile][j * 4 + 2] = fmaf(d[tile][j * 4 + 2], x, acc[tile][j * 4 + 2]);
+                acc[tile][j * 4 + 3] = fmaf(d[tile][j * 4 + 3], y, acc[tile][j * 4 + 3]);
+            }
+        }
+        if (in_page == kGroupBlocks - 1 || block == S::kBlocks - 1) {
+            arrive_warp(s.input_free[added_input.index]);
+            added_input.advance();
+        }
+    };
+
+    // Straight code as far as reasonable: across a jump back the compiler sees no wgmma in flight.
+    constexpr int kStretch = blocks_at_once(S::kBlocks / U, N * T <= 32 ? 4 : 1) * U;
 #pragma unroll 1
-  for (uint32_t first = 0; first < S::kBlocks; first += kStretch) {
+    for (uint32_t first = 0; first < S::kBlocks; first += kStretch) {
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      issue(first + u, part[u]);
-    if (first == 0)
-      meanwhile();
+        for (int u = 0; u < U; ++u) issue(first + u, part[u]);
+        if (first == 0) meanwhile();
 #pragma unroll
-    for (int i = 0; i < kStretch; ++i) {
-      add_up(first + i, part[i % U],
-             (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
-      if (i + U < kStretch)
-        issue(first + i + U, part[i % U]);
+        for (int i = 0; i < kStretch; ++i) {
+            add_up(first + i, part[i % U],
+                   (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
+            if (i + U < kStretch) issue(first + i + U, part[i % U]);
+        }
     }
-  }
-  t.stamp(Stamp::kSummed);
+    t.stamp(Stamp::kSummed);
 }
 
 // BF16: wgmma adds over all of K.
-template <class S> MEGAMOE_DEVICE void gemm_bf16(const Task &t, Tiles<S> &acc) {
-  constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
-  constexpr int U = blocks_at_once(S::kBlocks, kBlocksAtOnce);
-  constexpr bool kByHead = S::kLoads == Loads::kBf16ByHead;
-  SharedStorage &s = t.s;
-  const uint32_t weights = wgmma::operand(ptx::shared_address(s.weights[0]) +
-                                          warpgroup() * (kPageBytes / 2));
-  const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
-  uint32_t weight_use = t.slot.weight_page;
-  const uint32_t input_use = t.slot.input_page;
+template <class S>
+MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
+    constexpr int N = S::kBand, T = S::kTiles, kGroupBlocks = kTileRows / N;
+    constexpr int U = blocks_at_once(S::kBlocks, kBlocksAtOnce);
+    constexpr bool kByHead = S::kLoads == Loads::kBf16ByHead;
+    SharedStorage& s = t.s;
+    const uint32_t weights =
+        wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
+    const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
+    uint32_t weight_use = t.slot.weight_page;
+    const uint32_t input_use = t.slot.input_page;
 #pragma unroll
-  for (int tile = 0; tile < T; ++tile)
+    for (int tile = 0; tile < T; ++tile)
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-      acc[tile][i] = 0.f;
-  static_assert(U * T <= int(kWeightPages));
-  static_assert(ceil_div(U, kGroupBlocks) + 1 <= kInputPages ||
-                S::kBlocks <= kGroupBlocks);
+        for (int i = 0; i < N / 2; ++i) acc[tile][i] = 0.f;
+    static_assert(U * T <= int(kWeightPages));
+    static_assert(ceil_div(U, kGroupBlocks) + 1 <= kInputPages || S::kBlocks <= kGroupBlocks);
 
 #pragma unroll 1
-  for (uint32_t first = 0; first < S::kBlocks; first += U) {
-    uint32_t weight_index[U][T], input_index[U];
+    for (uint32_t first = 0; first < S::kBlocks; first += U) {
+        uint32_t weight_index[U][T], input_index[U];
 #pragma unroll
-    for (int tile = 0; tile < T; ++tile)
-      wgmma::pin(acc[tile]);
-    wgmma::fence();
+        for (int tile = 0; tile < T; ++tile) wgmma::pin(acc[tile]);
+        wgmma::fence();
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const InputPage input(input_use + (first + u) / kGroupBlocks);
-      input_index[u] = input.index;
-      wait_or_stop(s, s.input_full[input.index], input.phase);
-      const uint32_t b = inputs + input.index * (kPageBytes / 16) +
-                         (first + u) % kGroupBlocks * (N * kBlockBytes / 16);
+        for (int u = 0; u < U; ++u) {
+            const InputPage input(input_use + (first + u) / kGroupBlocks);
+            input_index[u] = input.index;
+            wait_or_stop(s, s.input_full[input.index], input.phase);
+            const uint32_t b = inputs + input.index * (kPageBytes / 16) +
+                               (first + u) % kGroupBlocks * (N * kBlockBytes / 16);
 #pragma unroll
-      for (int tile = 0; tile < T; ++tile) {
-        const WeightPage weight(weight_use++);
-        weight_index[u][tile] = weight.index;
-        wait_or_stop(s, s.weight_full[weight.index], weight.phase);
-        if (first + u + tile == 0)
-          t.stamp(Stamp::kLoaded);
-        const uint32_t a = weights + weight.index * (kPageBytes / 16);
+            for (int tile = 0; tile < T; ++tile) {
+                const WeightPage weight(weight_use++);
+                weight_index[u][tile] = weight.index;
+                wait_or_stop(s, s.weight_full[weight.index], weight.phase);
+                if (first + u + tile == 0) t.stamp(Stamp::kLoaded);
+                const uint32_t a = weights + weight.index * (kPageBytes / 16);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const uint32_t tokens = b + k * wgmma::kStepK;
-          if constexpr (kByHead)
-            wgmma::MmaTransposed<N>::template run<1024, 1024>(
-                acc[tile], a + k * wgmma::kStepKTransposed, tokens, 1);
-          else
-            wgmma::Mma<N, false>::template run<1024, 1024>(
-                acc[tile], a + k * wgmma::kStepK, tokens, 1);
+                for (int k = 0; k < 4; ++k) {
+                    const uint32_t tokens = b + k * wgmma::kStepK;
+                    if constexpr (kByHead)
+                        wgmma::MmaTransposed<N>::template run<1024, 1024>(
+                            acc[tile], a + k * wgmma::kStepKTransposed, tokens, 1);
+                    else
+                        wgmma::Mma<N, false>::template run<1024, 1024>(
+                            acc[tile], a + k * wgmma::kStepK, tokens, 1);
+                }
+            }
         }
-      }
+        wgmma::commit();
+        wgmma::wait<0>();
+#pragma unroll
+        for (int tile = 0; tile < T; ++tile) wgmma::pin(acc[tile]);
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+#pragma unroll
+            for (int tile = 0; tile < T; ++tile) arrive_warp(s.weight_free[weight_index[u][tile]]);
+            const uint32_t block = first + u;
+            if (block % kGroupBlocks == kGroupBlocks - 1 || block == S::kBlocks - 1)
+                arrive_warp(s.input_free[input_index[u]]);
+        }
     }
-    wgmma::commit();
-    wgmma::wait<0>();
-#pragma unroll
-    for (int tile = 0; tile < T; ++tile)
-      wgmma::pin(acc[tile]);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int tile = 0; tile < T; ++tile)
-        arrive_warp(s.weight_free[weight_index[u][tile]]);
-      const uint32_t block = first + u;
-      if (block % kGroupBlocks == kGroupBlocks - 1 || block == S::kBlocks - 1)
-        arrive_warp(s.input_free[input_index[u]]);
-    }
-  }
-  t.stamp(Stamp::kSummed);
+    t.stamp(Stamp::kSummed);
 }
 
 // ---------------------------------------------------------------- rows
@@ -258,159 +230,142 @@ template <class S> MEGAMOE_DEVICE void gemm_bf16(const Task &t, Tiles<S> &acc) {
 // Tokens of a chunk that one warp finishes: `warp`, `warp` + 8.
 template <int N>
 inline constexpr int kChunk = N < int(kChunkTokens) ? N : int(kChunkTokens);
-template <int N> inline constexpr int kRowsOfWarp = kChunk<N> / int(kMathWarps);
+template <int N>
+inline constexpr int kRowsOfWarp = kChunk<N> / int(kMathWarps);
 MEGAMOE_DEVICE uint32_t token_of(uint32_t chunk, uint32_t i) {
-  return chunk * kChunkTokens + i * kMathWarps + threadIdx.x / 32;
+    return chunk * kChunkTokens + i * kMathWarps + threadIdx.x / 32;
 }
 
 // A finisher has
-//   ask(chunk)          loads that need no event, for the tokens
-//   `token_of(chunk, i)` of this warp; early(chunk)        and those whose
-//   addresses they give. Chunk 0's are asked for before the
+//   ask(chunk)          loads that need no event, for the tokens `token_of(chunk, i)` of this warp;
+//   early(chunk)        and those whose addresses they give. Chunk 0's are asked for before the
 //                       main loop and when its first wgmmas have been issued
 //   late(chunk)         loads of what other tasks stored
-//   row(i, token, v)    columns 4 l ... 4 l + 3 of token `token_of(chunk, i)`
-//   in lane l
+//   row(i, token, v)    columns 4 l ... 4 l + 3 of token `token_of(chunk, i)` in lane l
 struct NoLoads {
-  MEGAMOE_DEVICE void ask(uint32_t) {}
-  MEGAMOE_DEVICE void early(uint32_t) {}
-  MEGAMOE_DEVICE void late(uint32_t) {}
+    MEGAMOE_DEVICE void ask(uint32_t) {}
+    MEGAMOE_DEVICE void early(uint32_t) {}
+    MEGAMOE_DEVICE void late(uint32_t) {}
 };
 
 template <int N, class Finisher>
-MEGAMOE_DEVICE void emit_rows(const Task &t, const float (&acc)[N / 2],
-                              Finisher &finisher) {
-  constexpr int kAcc = N / 2;
-  const uint32_t lane = ptx::lane(), rows = t.inst().rows;
-  float (&gather)[kChunkTokens][kPitch] = t.s.gather;
-  const uint32_t column = threadIdx.x / 32 * 16 + lane / 4,
-                 token = (lane & 3) * 2;
-  constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
+MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher& finisher) {
+    constexpr int kAcc = N / 2;
+    const uint32_t lane = ptx::lane(), rows = t.inst().rows;
+    float (&gather)[kChunkTokens][kPitch] = t.s.gather;
+    const uint32_t column = threadIdx.x / 32 * 16 + lane / 4, token = (lane & 3) * 2;
+    constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
 #pragma unroll 1
-  for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-    if (chunk > 0) {
-      finisher.ask(chunk);
-      finisher.early(chunk);
-    }
-    ptx::named_barrier<kMathThreads>(
-        kMathBarrier); // the last rows have been read
+    for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
+        if (chunk > 0) {
+            finisher.ask(chunk);
+            finisher.early(chunk);
+        }
+        ptx::named_barrier<kMathThreads>(kMathBarrier);  // the last rows have been read
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) { // accumulators need constant indices
-      if (kChunks > 1 && c != chunk)
-        continue;
+        for (int c = 0; c < kChunks; ++c) {  // accumulators need constant indices
+            if (kChunks > 1 && c != chunk) continue;
 #pragma unroll
-      for (int i = 0; i < kPerChunk; ++i)
-        gather[i / 4 * 8 + token + i % 2][column + i / 2 % 2 * 8] =
-            acc[c * kPerChunk + i];
-    }
-    finisher.late(chunk);
-    ptx::named_barrier<kMathThreads>(kMathBarrier);
+            for (int i = 0; i < kPerChunk; ++i)
+                gather[i / 4 * 8 + token + i % 2][column + i / 2 % 2 * 8] = acc[c * kPerChunk + i];
+        }
+        finisher.late(chunk);
+        ptx::named_barrier<kMathThreads>(kMathBarrier);
 #pragma unroll
-    for (int i = 0; i < kRowsOfWarp<N>; ++i) {
-      const float4 v = *reinterpret_cast<const float4 *>(
-          &gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
-      if (token_of(chunk, i) < rows)
-        finisher.row(i, token_of(chunk, i), v);
+        for (int i = 0; i < kRowsOfWarp<N>; ++i) {
+            const float4 v = *reinterpret_cast<const float4*>(
+                &gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
+            if (token_of(chunk, i) < rows) finisher.row(i, token_of(chunk, i), v);
+        }
     }
-  }
 }
 
 // A part of a split-K sum, to the workspace [M, parts, N].
 struct StorePartial : NoLoads {
-  float *to;
-  uint64_t pitch;
-  bool mine;
-  MEGAMOE_DEVICE StorePartial(const Task &t, float *partials, uint32_t n) {
-    const Instruction &inst = t.inst();
-    pitch = uint64_t(inst.parts) * n;
-    to = partials + inst.row * pitch + uint64_t(inst.part) * n + inst.col +
-         ptx::lane() * 4;
-    mine = ptx::lane() * 4 < inst.cols;
-  }
-  MEGAMOE_DEVICE void row(int, uint32_t token, float4 v) const {
-    if (mine)
-      *reinterpret_cast<float4 *>(to + token * pitch) = v;
-  }
+    float* to;
+    uint64_t pitch;
+    bool mine;
+    MEGAMOE_DEVICE StorePartial(const Task& t, float* partials, uint32_t n) {
+        const Instruction& inst = t.inst();
+        pitch = uint64_t(inst.parts) * n;
+        to = partials + inst.row * pitch + uint64_t(inst.part) * n + inst.col + ptx::lane() * 4;
+        mine = ptx::lane() * 4 < inst.cols;
+    }
+    MEGAMOE_DEVICE void row(int, uint32_t token, float4 v) const {
+        if (mine) *reinterpret_cast<float4*>(to + token * pitch) = v;
+    }
 };
 
-MEGAMOE_DEVICE void add(float4 &a, const float4 &b) {
-  a.x += b.x;
-  a.y += b.y;
-  a.z += b.z;
-  a.w += b.w;
+MEGAMOE_DEVICE void add(float4& a, const float4& b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
 }
 
-// The sum of all parts of the unit, in ascending order, handed to the finisher
-// as rows.
+// The sum of all parts of the unit, in ascending order, handed to the finisher as rows.
 template <int N, int kMostParts = 8, class Finisher>
-MEGAMOE_DEVICE void emit_sums(const Task &t, const float *partials, uint32_t n,
-                              Finisher &finisher) {
-  constexpr int R = kRowsOfWarp<N>, kAtOnce = kMostParts < 8 ? kMostParts : 8;
-  const Instruction &inst = t.inst();
-  const uint32_t parts = inst.parts, rows = inst.rows;
-  const float *from = partials + uint64_t(inst.row) * parts * n + inst.col +
-                      min(ptx::lane() * 4, inst.cols - 4);
+MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
+                              Finisher& finisher) {
+    constexpr int R = kRowsOfWarp<N>, kAtOnce = kMostParts < 8 ? kMostParts : 8;
+    const Instruction& inst = t.inst();
+    const uint32_t parts = inst.parts, rows = inst.rows;
+    const float* from =
+        partials + uint64_t(inst.row) * parts * n + inst.col + min(ptx::lane() * 4, inst.cols - 4);
 #pragma unroll 1
-  for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows;
-       ++chunk) {
-    if (chunk > 0) {
-      finisher.ask(chunk);
-      finisher.early(chunk);
-    }
-    finisher.late(chunk);
-    float4 sum[R] = {};
+    for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows; ++chunk) {
+        if (chunk > 0) {
+            finisher.ask(chunk);
+            finisher.early(chunk);
+        }
+        finisher.late(chunk);
+        float4 sum[R] = {};
 #pragma unroll 1
-    for (uint32_t first = 0; first < parts; first += kAtOnce) {
-      float4 v[R][kAtOnce];
+        for (uint32_t first = 0; first < parts; first += kAtOnce) {
+            float4 v[R][kAtOnce];
 #pragma unroll
-      for (int q = 0; q < kAtOnce; ++q)
+            for (int q = 0; q < kAtOnce; ++q)
 #pragma unroll
-        for (int i = 0; i < R; ++i) {
-          const uint32_t token = token_of(chunk, i), part = first + q;
-          v[i][q] = token < rows && part < parts
-                        ? ptx::load_l2(reinterpret_cast<const float4 *>(
-                              from + (uint64_t(token) * parts + part) * n))
-                        : float4{};
+                for (int i = 0; i < R; ++i) {
+                    const uint32_t token = token_of(chunk, i), part = first + q;
+                    v[i][q] = token < rows && part < parts
+                                  ? ptx::load_l2(reinterpret_cast<const float4*>(
+                                        from + (uint64_t(token) * parts + part) * n))
+                                  : float4{};
+                }
+#pragma unroll
+            for (int q = 0; q < kAtOnce; ++q)
+#pragma unroll
+                for (int i = 0; i < R; ++i) add(sum[i], v[i][q]);
         }
 #pragma unroll
-      for (int q = 0; q < kAtOnce; ++q)
-#pragma unroll
         for (int i = 0; i < R; ++i)
-          add(sum[i], v[i][q]);
+            if (token_of(chunk, i) < rows) finisher.row(i, token_of(chunk, i), sum[i]);
     }
-#pragma unroll
-    for (int i = 0; i < R; ++i)
-      if (token_of(chunk, i) < rows)
-        finisher.row(i, token_of(chunk, i), sum[i]);
-  }
 }
 
 // The main loop, with the finisher's first loads.
 template <class S, class Finisher>
-MEGAMOE_DEVICE void gemm_before(const Task &t, Tiles<S> &acc,
-                                Finisher &finisher) {
-  finisher.ask(0);
-  if constexpr (S::kBand <= 32) {
-    gemm_fp8<S>(t, acc, [&] { finisher.early(0); });
-  } else { // no registers to spare inside the loop
-    finisher.early(0);
-    gemm_fp8<S>(t, acc);
-  }
+MEGAMOE_DEVICE void gemm_before(const Task& t, Tiles<S>& acc, Finisher& finisher) {
+    finisher.ask(0);
+    if constexpr (S::kBand <= 32) {
+        gemm_fp8<S>(t, acc, [&] { finisher.early(0); });
+    } else {  // no registers to spare inside the loop
+        finisher.early(0);
+        gemm_fp8<S>(t, acc);
+    }
 }
 
-// An FP8 GEMM that may be split along K: one part finishes in registers,
-// several go through the workspace and the last to arrive finishes.
+// An FP8 GEMM that may be split along K: one part finishes in registers, several go through the
+// workspace and the last to arrive finishes.
 template <class S, class Finisher>
-MEGAMOE_DEVICE void reduced_gemm(const Task &t, float *partials,
-                                 Finisher &finisher) {
-  Tiles<S> acc;
-  gemm_before<S>(t, acc, finisher);
-  if (t.inst().parts == 1)
-    return emit_rows<S::kBand>(t, acc[0], finisher);
-  StorePartial store(t, partials, S::kN);
-  emit_rows<S::kBand>(t, acc[0], store);
-  if (last_of_unit(t))
-    emit_sums<S::kBand>(t, partials, S::kN, finisher);
+MEGAMOE_DEVICE void reduced_gemm(const Task& t, float* partials, Finisher& finisher) {
+    Tiles<S> acc;
+    gemm_before<S>(t, acc, finisher);
+    if (t.inst().parts == 1) return emit_rows<S::kBand>(t, acc[0], finisher);
+    StorePartial store(t, partials, S::kN);
+    emit_rows<S::kBand>(t, acc[0], store);
+    if (last_of_unit(t)) emit_sums<S::kBand>(t, partials, S::kN, finisher);
 }
 
-} // namespace megamoe::attention
+}  // namespace megamoe::attention
