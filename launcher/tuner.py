@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from launcher.ranks import Group
+from launcher.sessions import enqueue, open_session
 from launcher.timing import Times, take_turns
 from launcher.workloads import random_activations, route
 from megamoe.backends.base import Session, device_name
 from megamoe.errors import CapacityError, SpecError
 from megamoe.layer import Backend, choose_backend
 from megamoe.spec import EpConfig, MoESpec
-from megamoe.symmetric.base import find_rendezvous
 from megamoe.tuning import TUNABLE
 from megamoe.weights import ExpertWeights, random_experts
 
@@ -255,9 +255,7 @@ class _Batch:
 
     def enqueue(self, session: Session) -> None:
         """One call, staging included; on a GPU without waiting for it."""
-        session.stage(self.x, None)
-        launch = getattr(session, "launch", session.run_moe)
-        launch(self.idx, self.weight, self.out)
+        enqueue(session, self.x, self.idx, self.weight, self.out)
 
     def result(self, session: Session) -> Tensor:
         """One call's output as int16 bits [T, H], on the CPU."""
@@ -285,18 +283,7 @@ class _Runner:
 
     def _open(self, config: EpConfig) -> Session:
         spec = self._options.spec
-
-        def make() -> Session:
-            rendezvous = find_rendezvous(config.num_ranks)
-            if self._group.device == "cpu":
-                from megamoe.backends.cpu import CpuSession
-
-                return CpuSession(spec, config, rendezvous)
-            from megamoe.backends.cuda import CudaSession
-
-            return CudaSession(spec, config, rendezvous)
-
-        session = self._group.together(make)
+        session = self._group.together(lambda: open_session(self._group, spec, config))
         self._group.together(lambda: session.load_weights(self._experts))
         return session
 

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from launcher.bench_power import VARIANTS, measure
+from launcher.bench_power import VARIANTS
 from launcher.meta import run_meta
 from launcher.models import published_layer
 from launcher.moe_perfetto import chrome_trace
 from launcher.moe_timeline import timeline_svg
 from launcher.moe_trace import trace_figures, trace_problems
+from launcher.power import measure
 from launcher.ranks import process_group, sampler_of
 from launcher.trace_moe import trace_call, write_trace
 from megamoe.spec import EpConfig
@@ -70,7 +71,8 @@ def main() -> None:
             say("trace", tokens, json.dumps(figures[0]), problems[:5])
             if group.first:
                 write_trace(options.out / f"trace_{tokens}.json.gz", chrome_trace(traces, samples))
-                title = f"{options.model}, {tokens} tokens per rank, {size} GPU(s), rank 0"
+                title = f"{options.model}, {spec.num_experts} experts, {tokens} tokens per rank, "
+                title += f"rank 0 of {size}"
                 svg = timeline_svg(traces[0], title=title)
                 (options.out / f"timeline_{tokens}.svg").write_text(svg)
             if options.backend != "cpu":
@@ -91,7 +93,7 @@ def main() -> None:
             seconds = options.seconds if tokens >= 1024 else options.seconds / 4
             rows += measure(
                 group, spec, options.model, tokens, options.variants.split(","), seconds,
-                options.rounds, 1, options.backend,
+                options.rounds, 1,
             )  # fmt: skip
             for row in rows[-len(options.variants.split(",")) :]:
                 say({k: v for k, v in row.items() if k not in ("series", "reasons", "model")})

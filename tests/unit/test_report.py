@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.bench_power import _counts, summary
+from launcher.bench_power import _counts
+from launcher.power import summary
 from launcher.report import LEDGERS, build_report, kernel_resources, write_report
 from launcher.report_html import shown
 from megamoe.errors import BackendUnavailable, SpecError
