@@ -63,8 +63,9 @@ def gaps(
     batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences of the decode step.")] = 1,
     context: Annotated[int, typer.Option(min=1, max=_MOST, help="Keys per sequence.")] = 1024,
     bandwidth: Annotated[
-        float, typer.Option(min=1e-6, max=1e9, help="TB/s that a kernel of the list reaches.")
-    ] = 4.70 * 0.85,
+        float,
+        typer.Option(min=0, max=1e9, help="TB/s that a kernel of the list reaches; 0: H200's."),
+    ] = 0.0,
     gap: Annotated[
         list[float] | None,
         typer.Option(min=0, max=1e9, help="Other gaps in µs, as in a graph. May be repeated."),
@@ -83,6 +84,7 @@ def gaps(
             own_time_us,
             read_kernels,
         )
+        from launcher.estimates import H200
 
         if kernels is not None:
             name, work = str(kernels), read_kernels(kernels)
@@ -93,7 +95,7 @@ def gaps(
             raise SpecError(
                 f"--model {model}: must be one of {', '.join(DECODERS)}; or give --kernels FILE"
             )
-        rate = bandwidth * 1e12
+        rate = bandwidth * 1e12 or H200.read
         ways = [*WAYS, *(Way(f"gap {us:g} µs", us, 0.0, "--gap") for us in gap or [])]
         found = [gap_estimate(work, rate, way) for way in ways]
         short = sum(k.count for k in work if own_time_us(k, rate) < 1.0)
@@ -103,7 +105,7 @@ def gaps(
                 {
                     "label": _LABEL,
                     "name": name,
-                    "bandwidth_tbs": bandwidth,
+                    "bandwidth_tbs": rate / 1e12,
                     "kernels_under_1_us": short,
                     "formula": formula,
                     "ways": [e.to_dict() for e in found],
@@ -124,7 +126,7 @@ def gaps(
             values = (e.data_us, e.gaps_us, e.host_us, e.total_us)
             shown.add_row(e.way, *(f"{v:.0f}" for v in values), f"{e.share:.0%}", e.bound)
         stdout.print(shown)
-        report(f"{formula}; {bandwidth:.2f} TB/s")
+        report(f"{formula}; {rate / 1e12:.2f} TB/s")
         for source in dict.fromkeys(e.source for e in found):
             ways_of = ", ".join(e.way for e in found if e.source == source)
             report(f"{ways_of}: {source}", style="dim")

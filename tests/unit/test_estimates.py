@@ -281,7 +281,7 @@ def test_options_choose_the_rows_that_the_model_is_compared_with():
         (["roofline", "--tokens", "few"], "--tokens few"),
         (["overlap", "--link-gbs", "-3"], "must be positive"),
         (["gaps", "--model", "gpt-2"], "--kernels FILE"),
-        (["gaps", "--bandwidth", "0"], "bandwidth"),
+        (["gaps", "--bandwidth", "-1"], "bandwidth"),
     ],
 )
 def test_estimates_say_what_is_wrong(args, message):
