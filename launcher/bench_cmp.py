@@ -108,7 +108,7 @@ def measure(
     for m in tokens:
         for keys in kv:
             if "variants" in what:
-                rows += cmp_rows.bench_variants(held, batch_of(m, keys), prefetch=Prefetch())
+                rows += cmp_rows.bench_variants(held, batch_of(m, keys), prefetch=[Prefetch()])
                 rows.append(cmp_rows.bench_megakernel(held, batch_of(m, keys)))
             if "prefixes" in what:
                 rows += cmp_studies.bench_prefixes(held, batch_of(m, keys))

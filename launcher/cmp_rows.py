@@ -103,7 +103,7 @@ def bench_variants(
     modes: Sequence[Mode] = MODES,
     l2: Sequence[str] = ("cold", "warm"),
     tuning: Mapping[str, Tuning] | None = None,
-    prefetch: Prefetch | None = None,
+    prefetch: Sequence[Prefetch] = (),
     check: bool = True,
     launches: int = 60,
     replays: int = 25,
@@ -116,8 +116,8 @@ def bench_variants(
         modes: kinds of graph.
         l2: ``"cold"``, ``"warm"`` or both.
         tuning: of every mode, see ``BoundCmp``; each mode's own otherwise.
-        prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with this
-            node.
+        prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with these
+            nodes.
         check: whether scores are compared.
         launches: runs of a timed graph.
         replays: of a timed graph.
@@ -133,14 +133,14 @@ def bench_variants(
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
     tensors = copies.tensors(encode(plan).buffers, host)
     floor = floor_us(tensors[0], batch, copies.spec)
-    variants: list[tuple[str, Mode, Prefetch | None]] = [(mode, mode, None) for mode in modes]
-    if prefetch is not None:
+    variants: list[tuple[str, Mode, Sequence[Prefetch]]] = [(mode, mode, ()) for mode in modes]
+    if prefetch:
         variants.append(("branches_pdl_l2", "branches_pdl", prefetch))
     rows, error = [], None
-    for variant, mode, node in variants:
+    for variant, mode, nodes in variants:
         tuned = tuning or tuning_of(mode)
-        bounds = [BoundCmp(plan, t, tuning=tuned, prefetch=node) for t in tensors]
-        traced = [BoundCmp(plan, t, tuning=tuned, prefetch=node, trace=True) for t in tensors]
+        bounds = [BoundCmp(plan, t, tuning=tuned, prefetch=nodes) for t in tensors]
+        traced = [BoundCmp(plan, t, tuning=tuned, prefetch=nodes, trace=True) for t in tensors]
         first = CmpGraph(bounds[:1], mode)
         tensors[0][SCORES].fill_(torch.nan)
         first.launch(torch.cuda.current_stream().cuda_stream)

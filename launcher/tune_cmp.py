@@ -73,6 +73,11 @@ _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "D1p": (0, -5),
 }
 _BESIDE: Final[tuple[Mode, ...]] = ("branches_pdl", "graph_rewrite", "manual_streams")
+_PREFETCH: Final = (
+    Prefetch(("w_qkv_a",), 17, 0, after=""),
+    Prefetch(("w_uk",), 13, 1300, after="B0f"),
+    Prefetch(("w_q_b", "w_uk"), 46, 1300, after="B0p"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Setting:
     """What is varied."""
 
     tuning: Mapping[str, Tuning]
-    prefetch: Prefetch | None = None
+    prefetch: tuple[Prefetch, ...] = ()
 
 
 def describe(setting: Setting) -> str:
@@ -93,7 +98,7 @@ def describe(setting: Setting) -> str:
             if getattr(tuned, f.name) != f.default
         ]
         parts.append(f'"{name}": Tuning({", ".join(told)})')
-    return "{" + ", ".join(parts) + "}" + (f" {setting.prefetch}" if setting.prefetch else "")
+    return "{" + ", ".join(parts) + "}" + "".join(f" {node}" for node in setting.prefetch)
 
 
 def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
@@ -122,21 +127,24 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
                     yield f"{name} {field} {value}", with_(name, **{field: value})
     if mode not in _BESIDE:
         return
-    p = now.prefetch
-    if p is None:
-        for weights in (("w_uk",), ("w_q_b", "w_uk"), ("w_index_q", "w_q_b", "w_uk")):
-            for after in ("B0p", "B0f"):
-                made = Prefetch(weights=weights, after=after, cycles=1300)
-                yield f"prefetch {' '.join(weights)} after {after}", replace(now, prefetch=made)
-        return
-    yield "no prefetch", replace(now, prefetch=None)
-    others = [replace(p, megabytes=value) for value in (6, 12.6, 20, 28, 36, 44)]
-    others += [replace(p, cycles=value) for value in (600, 900, 1300, 2000)]
-    others += [replace(p, after=value) for value in ("A0", "B0p", "B0f", "D1p")]
-    for made in others:
-        if made != p:
-            what = f"{made.megabytes} MB, {made.cycles} cycles, after {made.after}"
-            yield f"prefetch {what}", replace(now, prefetch=made)
+    for node in _PREFETCH:
+        if all(node.weights != held.weights for held in now.prefetch):
+            yield f"prefetch {_told(node)}", replace(now, prefetch=(*now.prefetch, node))
+    for i, node in enumerate(now.prefetch):
+        rest = now.prefetch[:i], now.prefetch[i + 1 :]
+        yield f"no prefetch of {node.weights[0]}", replace(now, prefetch=rest[0] + rest[1])
+        others = [replace(node, megabytes=node.megabytes * f) for f in (0.5, 0.75, 1.5)]
+        others += [replace(node, cycles=value) for value in (0, 600, 1300, 2000, 4000)]
+        others += [replace(node, after=value) for value in ("", "A0", "B0p", "B0f", "D1p")]
+        for made in others:
+            if made != node:
+                changed = (*rest[0], made, *rest[1])
+                yield f"prefetch {_told(made)}", replace(now, prefetch=changed)
+
+
+def _told(node: Prefetch) -> str:
+    names = " ".join(node.weights)
+    return f"{names}, {node.megabytes:g} MB, {node.cycles} cycles, after {node.after or 'nothing'}"
 
 
 class Tuner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -138,7 +138,7 @@ class BoundCmp:
         like: another one of the same plan and tuning, on other tensors: what does not depend on
             these is taken from it.
         only: names of the kernels to run, where not all.
-        prefetch: a node beside the kernels that brings weights into L2.
+        prefetch: nodes beside the kernels that bring weights into L2.
         trace: whether kernels note when their CTAs entered, had their inputs, and ended.
 
     Attributes:
@@ -158,7 +158,7 @@ class BoundCmp:
         tuning: Mapping[str, Tuning] | None = None,
         like: BoundCmp | None = None,
         only: Collection[str] = (),
-        prefetch: Prefetch | None = None,
+        prefetch: Sequence[Prefetch] = (),
         trace: bool = False,
     ) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -196,17 +196,18 @@ class BoundCmp:
                 maps = stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
-        if prefetch is not None:
-            self._add_prefetch(prefetch)
+        for node in prefetch:
+            self._add_prefetch(node)
 
     def _add_prefetch(self, prefetch: Prefetch) -> None:
         names = [b.kernel.name for b in self.kernels]
-        if prefetch.after not in names:
+        if prefetch.after and prefetch.after not in names:
             raise SpecError(f"no kernel {prefetch.after!r} to prefetch after: {', '.join(names)}")
         _, function = prefetch_function(self.device.index)
         params = PrefetchParams.of(prefetch, self._tensors)
         node = prefetch_node(self.device)
-        self.edges = (*self.edges, (names.index(prefetch.after), len(self.kernels)))
+        if prefetch.after:
+            self.edges = (*self.edges, (names.index(prefetch.after), len(self.kernels)))
         self.kernels.append(BoundKernel(node, function, 32, 0, 0, params))
 
     def _bind(

@@ -34,7 +34,7 @@ class Prefetch:
         megabytes: of all of them together; the rest is left to its readers.
         cycles: at least, between two requests of an SM: a backlog would delay all others.
         chunk: bytes of a request.
-        after: the kernel that lets the node in.
+        after: the kernel that lets the node in; empty: it begins with the run.
     """
 
     weights: tuple[str, ...] = ("w_index_q", "w_q_b", "w_uk")

@@ -62,7 +62,7 @@ def test_new_rows_replace_those_of_the_same_shape_alone(tmp_path):
 
 
 def test_a_change_of_the_tuner_changes_one_thing():
-    start = Setting(TUNING, Prefetch())
+    start = Setting(TUNING, (Prefetch(),))
     names = ["A0", "B0p", "B0f", "C0", "B1p", "B1f", "D1p", "D1f", "D0", "D2", "E1"]
     found = dict(changes(start, "branches_pdl"))
     assert len(found) > 30
