@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -140,24 +141,60 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
         rank: named in the message; None outside a group.
 
     Raises:
-        typer.Exit: after a ``MegaMoeError`` or ``OSError``. Others pass: they are bugs.
+        typer.Exit: after a ``MegaMoeError``, an ``OSError`` or a lack of memory. Others pass: they
+            are bugs.
     """
     try:
         yield
-    except (MegaMoeError, OSError) as error:
+    except Exception as error:
+        short = _out_of_memory(error)
+        if short is None and not isinstance(error, MegaMoeError | OSError):
+            raise
         if debug:
             stderr.print_exception()
         # An error that ranks have exchanged names them itself, and one of them prints it.
         printed_elsewhere: bool | None = getattr(error, "printed_elsewhere", None)
         if not printed_elsewhere:
             where = f"rank {rank}: " if rank is not None and printed_elsewhere is None else ""
-            line = " ".join(f"{where}{error}".split())
+            line = " ".join(f"{where}{short or error}".split())
             stderr.print(f"error: {line}", style="bold red", markup=False, soft_wrap=True)
             for kind, hint in _HINTS.items():
                 if isinstance(error, kind):
                     stderr.print(f"hint: {hint}", style="dim", markup=False, soft_wrap=True)
                     break
         raise typer.Exit(EXIT_ERROR) from None
+
+
+_ASKED: Final = re.compile(r"ried to allocate ([\d.]+ \w+)")
+_FREE: Final = re.compile(r"of which ([\d.]+ \w+) is free")
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What torch or Python could not allocate, and what to do; None for any other error."""
+    text = str(error)
+    of_torch = isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+    )
+    if not of_torch and not isinstance(error, MemoryError):
+        return None
+    asked, free = _ASKED.search(text), _FREE.search(text)
+    wanted = asked[1] if asked else "more memory"
+    if asked and asked[1].endswith(" bytes"):
+        wanted = human_bytes(int(asked[1].split()[0]))
+    left = free[1] if free else _available()
+    return (
+        f"out of memory: {wanted} wanted at once, {left} free: take fewer tokens or experts, or "
+        "more ranks; `megamoe plan moe` shows what a layer takes"
+    )
+
+
+def _available() -> str:
+    """What the system could still give to processes."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(x for x in lines if x.startswith("MemAvailable"))
+        return human_bytes(int(line.split()[1]) * 1024)
+    return "an unknown amount"
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -198,7 +198,6 @@ def run_in_group(
     default_ranks: int,
     backend: str,
     debug: bool,
-    threads: bool = False,
 ) -> None:
     """Runs ``work`` on every rank of a group, starting the group where there is none yet.
 
@@ -210,17 +209,10 @@ def run_in_group(
         default_ranks: R where nothing is asked for.
         backend: ``"cpu"`` keeps ranks off the GPUs.
         debug: show tracebacks.
-        threads: ranks are threads of this process (``launcher/thread_ranks.py``).
 
     Raises:
         typer.Exit: always; code 0 when every rank returned 0.
     """
-    if threads:
-        from launcher.thread_ranks import run_in_threads
-
-        with errors_to_exit(debug=debug):
-            code = run_in_threads(ranks or default_ranks, backend, work)
-        raise typer.Exit(code)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         size = int(os.environ["WORLD_SIZE"])
         with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):

@@ -19,7 +19,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
@@ -31,6 +31,7 @@ from launcher.console import (
     RanksOption,
     WeightDtypeOption,
     counted,
+    errors_to_exit,
     make_folder_for,
     print_json,
     progress,
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from megamoe.layer import Backend
 
 __all__ = ["command"]
+
+_RANKS: Final = 4
 
 
 def command(
@@ -159,15 +162,14 @@ def command(
             )
         return _stress(group, options)
 
+    if threads:
+        from launcher.thread_ranks import run_in_threads
+
+        with errors_to_exit(debug=debug):
+            code = run_in_threads(ranks or _RANKS, backend, work)
+        raise typer.Exit(code)
     run_in_group(
-        context,
-        "launcher.stress",
-        ranks,
-        work,
-        default_ranks=4,
-        backend=backend,
-        debug=debug,
-        threads=threads,
+        context, "launcher.stress", ranks, work, default_ranks=_RANKS, backend=backend, debug=debug
     )
 
 

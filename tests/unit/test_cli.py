@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -126,6 +128,36 @@ def test_debug_shows_the_traceback_and_rank_is_named():
 def test_a_bug_is_not_dressed_up():
     found = failing(False, ZeroDivisionError("bug"))
     assert isinstance(found.exception, ZeroDivisionError)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Of torch on GPUs, by its name and text."""
+
+
+ON_GPU = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of "
+    "which 3.25 GiB is free. Process 1 has 136.55 GiB memory in use."
+)
+
+
+def test_a_lack_of_memory_says_what_was_asked_for_and_what_is_free():
+    found = failing(False, OutOfMemoryError(ON_GPU), rank=1)
+    assert found.exit_code == console.EXIT_ERROR
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("error: rank 1: out of memory: 20.00 GiB wanted at once, 3.25 GiB free")
+    assert "megamoe plan moe" in line
+
+    def allocate():
+        torch.empty(1 << 50)
+
+    with pytest.raises(RuntimeError) as caught:
+        allocate()
+    found = failing(False, caught.value)
+    assert found.exit_code == console.EXIT_ERROR
+    assert "out of memory: 4194304.00 GiB wanted" in found.stderr
+    assert re.search(r"at once, [\d.]+ [GM]iB free", found.stderr)
+    assert failing(False, MemoryError()).exit_code == console.EXIT_ERROR
+    assert isinstance(failing(False, RuntimeError("a bug")).exception, RuntimeError)
 
 
 # ---------------------------------------------------------------- plan
