@@ -6,6 +6,7 @@ Every kind of graph is compared with the oracle before it is timed. The figures'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,12 +14,14 @@ import typer
 
 from launcher.console import DebugFlag, JsonFlag, errors_to_exit, print_json, stdout, table
 from launcher.results import read_results
+from megamoe.cmp.modes import MODES, Mode
 from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import ATTENTION_MODELS
 
 __all__ = ["command", "measure"]
 
 _WHAT: Final = ("variants", "edge", "counter", "prefixes")
+_L2: Final = ("cold", "warm")
 
 
 def command(
@@ -32,6 +35,13 @@ def command(
     ] = None,
     kv: Annotated[
         list[int] | None, typer.Option(min=1, help="Keys of a request, 8192 unless given.")
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the variants: kinds of graph, all unless given. May be repeated."),
+    ] = None,
+    l2: Annotated[
+        list[str] | None, typer.Option(help="cold or warm, both unless given. May be repeated.")
     ] = None,
     copies: Annotated[
         int, typer.Option(min=1, help="Of weights and caches; 6 are three times L2.")
@@ -51,11 +61,18 @@ def command(
         chosen = what or ["variants"]
         if unknown := sorted(set(chosen) - set(_WHAT)):
             raise SpecError(f"--what {unknown[0]}: must be one of {', '.join(_WHAT)}")
+        if unknown := sorted(set(mode or []) - set(MODES)):
+            raise SpecError(f"--mode {unknown[0]}: must be one of {', '.join(MODES)}")
+        if unknown := sorted(set(l2 or []) - set(_L2)):
+            raise SpecError(f"--l2 {unknown[0]}: must be one of {', '.join(_L2)}")
         if model not in ATTENTION_MODELS:
             raise SpecError(f"--model {model}: must be one of {', '.join(ATTENTION_MODELS)}")
         if output and output.exists():
             read_results(output)  # rows are added to it
-        rows = measure(chosen, model, tokens or [16], kv or [8192], copies, trace)
+        modes = [m for m in MODES if not mode or m in mode]
+        rows = measure(
+            chosen, model, tokens or [16], kv or [8192], copies, trace, modes, l2 or list(_L2)
+        )
         if output:
             from launcher.cmp_rows import merge_rows
             from launcher.meta import run_meta
@@ -88,6 +105,8 @@ def measure(
     kv: list[int],
     copies: int,
     trace: Path | None = None,
+    modes: Sequence[Mode] = MODES,
+    l2: Sequence[str] = _L2,
 ) -> list[dict[str, Any]]:
     """Rows of what was asked for; see ``launcher.cmp_rows`` and ``launcher.cmp_studies``.
 
@@ -108,7 +127,10 @@ def measure(
     for m in tokens:
         for keys in kv:
             if "variants" in what:
-                rows += cmp_rows.bench_variants(held, batch_of(m, keys), prefetch=[Prefetch()])
+                # The node is a variant of the whole table.
+                nodes = [Prefetch()] if len(modes) == len(MODES) else []
+                batch = batch_of(m, keys)
+                rows += cmp_rows.bench_variants(held, batch, modes=modes, l2=l2, prefetch=nodes)
                 rows.append(cmp_rows.bench_megakernel(held, batch_of(m, keys)))
             if "prefixes" in what:
                 rows += cmp_studies.bench_prefixes(held, batch_of(m, keys))

@@ -36,7 +36,8 @@ from megamoe.attention_pre.stages import StageGraph, partition
 from megamoe.attention_pre.tiling import Batch, TileConfig
 from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.cmp.bound import BoundCmp
-from megamoe.cmp.graphs import MODES, CmpGraph, Mode
+from megamoe.cmp.graphs import CmpGraph
+from megamoe.cmp.modes import MODES, Mode
 from megamoe.cmp.prefetch import Prefetch
 from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError

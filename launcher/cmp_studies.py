@@ -21,8 +21,8 @@ from megamoe.attention_pre.op_graph import OpGraph
 from megamoe.attention_pre.stages import partition, subgraph
 from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling
 from megamoe.cmp.bound import BoundCmp, with_wait
-from megamoe.cmp.graphs import Mode
 from megamoe.cmp.kernels import Wait
+from megamoe.cmp.modes import Mode
 from megamoe.spec import AttentionPreSpec
 
 __all__ = ["PREFIXES", "bench_counter", "bench_edge", "bench_prefixes", "counter_graph"]

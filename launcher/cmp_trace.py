@@ -20,7 +20,8 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
 from megamoe.attention_pre.tiling import Batch
 from megamoe.cmp.bound import BoundCmp
-from megamoe.cmp.graphs import CmpGraph, Mode
+from megamoe.cmp.graphs import CmpGraph
+from megamoe.cmp.modes import Mode
 
 __all__ = ["records", "save_trace"]
 

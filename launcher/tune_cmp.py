@@ -25,7 +25,8 @@ from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
 from megamoe.cmp.bound import BoundCmp
-from megamoe.cmp.graphs import MODES, CmpGraph, Mode
+from megamoe.cmp.graphs import CmpGraph
+from megamoe.cmp.modes import MODES, Mode
 from megamoe.cmp.prefetch import Prefetch
 from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError

@@ -1,15 +1,7 @@
-"""CUDA graphs of a plan's kernels, made in three ways.
+"""CUDA graphs of a plan's kernels, of every kind in ``modes``.
 
-    single_stream       captured from one stream: each kernel after the one before it
-    single_stream_pdl   the same, and each may begin while the one before it runs
-    branches            nodes made one by one, edges where data flows
-    branches_pdl        the same edges, programmatic
-    graph_rewrite       captured from one stream, then its edges replaced by those of branches_pdl
-    manual_streams      captured from several streams that wait for programmatic events
-
-The first four differ in edges alone: branches or not, times programmatic or not. The last three are
-three ways to the same graph. Edges come from ``dag.data_edges``; which node is which kernel is
-known because each node is asked for when it is made.
+Edges come from ``dag.data_edges``; which node is which kernel is known because each node is asked
+for when it is made.
 
 A graph may hold several runs one after another, on one set of tensors each.
 """
@@ -17,31 +9,15 @@ A graph may hold several runs one after another, on one set of tensors each.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Final, Literal
+from typing import Any
 
 from megamoe.backends.cuda_driver import check, driver_api
 from megamoe.cmp.bound import BoundCmp, BoundKernel
 from megamoe.cmp.dag import Edge, chain, leaves, streams
+from megamoe.cmp.modes import MODES, Mode
 from megamoe.errors import SpecError
 
-__all__ = ["MODES", "CmpGraph", "Mode"]
-
-Mode = Literal[
-    "single_stream",
-    "single_stream_pdl",
-    "branches",
-    "branches_pdl",
-    "graph_rewrite",
-    "manual_streams",
-]
-MODES: Final[tuple[Mode, ...]] = (
-    "single_stream",
-    "single_stream_pdl",
-    "branches",
-    "branches_pdl",
-    "graph_rewrite",
-    "manual_streams",
-)
+__all__ = ["CmpGraph"]
 
 
 def _attribute(name: str) -> Any:

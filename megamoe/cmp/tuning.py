@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megamoe.cmp.kernels import Wait
+from megamoe.cmp.modes import Mode
 
 __all__ = ["ALONE", "TRIGGERS", "TUNING", "Trigger", "Tuning", "tuning_of"]
 
@@ -59,6 +60,6 @@ ALONE: Final[Mapping[str, Tuning]] = {
 """Where kernels follow one another: all of an SM for each."""
 
 
-def tuning_of(mode: str) -> Mapping[str, Tuning]:
-    """What a kind of graph (``megamoe.cmp.graphs.Mode``) runs with."""
+def tuning_of(mode: Mode) -> Mapping[str, Tuning]:
+    """What a kind of graph runs with."""
     return ALONE if mode == "single_stream" else TUNING

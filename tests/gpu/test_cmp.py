@@ -17,8 +17,9 @@ from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.backends.attention import AttentionKernel, BoundPlan, compile_attention
 from megamoe.cmp.bound import BoundCmp
-from megamoe.cmp.graphs import MODES, CmpGraph
-from megamoe.cmp.tuning import Tuning
+from megamoe.cmp.graphs import CmpGraph
+from megamoe.cmp.modes import MODES
+from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL, AttentionCase, check_attention, poisoned
@@ -122,7 +123,7 @@ def glm_batch(rows, kv):
 def test_every_mode_agrees_with_the_oracle(mode):
     case = Case(SMALL, RAGGED)
     plan, _, tensors = buffers(case)
-    bound = BoundCmp(plan, tensors)
+    bound = BoundCmp(plan, tensors, tuning=tuning_of(mode))
     assert tuple(b.kernel.name for b in bound.kernels) == WHOLE
     graph = CmpGraph([bound], mode)
     assert [e[1:] for e in graph.edges] == graph.expected_edges()
@@ -214,10 +215,10 @@ def test_the_megakernel_makes_the_same_bits(spec, batch):
     plan, encoded, tensors = buffers(case)
     BoundPlan(AttentionKernel(plan.specializations), encoded, tensors).run()
     expected = results(encoded, tensors)
-    for mode in ("single_stream", "branches_pdl"):
+    for mode in MODES:
         put(case, tensors)
         poison(encoded, tensors)
-        run(CmpGraph([BoundCmp(plan, tensors)], mode))
+        run(CmpGraph([BoundCmp(plan, tensors, tuning=tuning_of(mode))], mode))
         assert_same_bits(results(encoded, tensors), expected)
 
 

@@ -16,8 +16,9 @@ from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.cmp import graphs
 from megamoe.cmp.dag import chain, data_edges, leaves, streams
-from megamoe.cmp.graphs import MODES, CmpGraph
+from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.kernels import standalone_kernels
+from megamoe.cmp.modes import MODES
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS
 
