@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -266,11 +265,10 @@ def _bench(
 
 
 def _meta(group: Group, backend: str, device: str) -> dict[str, Any]:
-    from launcher.meta import run_meta
+    from launcher.meta import mig_mode, run_meta, typed_command
 
-    typed = " ".join(["megamoe bench moe", f"--ranks {group.num_ranks}", *sys.argv[1:]])
     meta = run_meta(
-        command=typed,
+        command=typed_command("bench moe", group.num_ranks),
         backend=backend,
         device=device,
         transformers=_version("transformers"),
@@ -283,6 +281,8 @@ def _meta(group: Group, backend: str, device: str) -> dict[str, Any]:
             "sgl_deep_gemm": _version("sgl-deep-gemm"),
             "clocks": "as found, never set; each row has the SM clock of its sustained run",
             "power": f"as found; enforced limit {values.get('power_limit_watts')} W",
+            "temperature": f"{values.get('temperature_celsius')} °C before the first call",
+            "mig": mig_mode(group.device),
             "notes": "times are bursts: L2 flushed and ranks aligned on the stream before each "
             "call, the slowest rank's, median and p99 of calls; staging is in total_us",
         }

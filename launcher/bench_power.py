@@ -10,7 +10,6 @@ calls with pauses between them, which the power cap does not hold back.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -110,11 +109,11 @@ def _variants(names: list[str] | None, device: str) -> list[str]:
 
 
 def _report(group: Group, rows: list[dict[str, Any]], output: Path | None, *, as_json: bool) -> int:
-    from launcher.meta import run_meta
+    from launcher.meta import run_meta, typed_command
 
     wrong = [row for row in rows if not row["same_bits"]]
     if group.first:
-        typed = " ".join(["megamoe bench power", f"--ranks {group.num_ranks}", *sys.argv[1:]])
+        typed = typed_command("bench power", group.num_ranks)
         notes = (
             "variants in turns; burst: medians of calls with pauses between them; sustained: back "
             "to back, the first fifth of a turn left out; weights stay in place, L2 is not flushed"

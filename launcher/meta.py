@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_meta"]
+__all__ = ["mig_mode", "run_meta", "typed_command"]
 
 
 def run_meta(**more: Any) -> dict[str, Any]:
@@ -41,6 +41,41 @@ def run_meta(**more: Any) -> dict[str, Any]:
         "command": _command(),
         **more,
     }
+
+
+def typed_command(name: str, num_ranks: int) -> str:
+    """A multi-rank command as a person would type it: ``megamoe NAME --ranks R …``.
+
+    Args:
+        name: like ``"bench moe"``.
+        num_ranks: R; ranks that torchrun has started do not find it among their arguments.
+    """
+    words = sys.argv[1:]
+    if words[: len(name.split())] == name.split():
+        words = words[len(name.split()) :]
+    ranks = [] if "--ranks" in words else ["--ranks", str(num_ranks)]
+    return " ".join(["megamoe", name, *ranks, *words])
+
+
+def mig_mode(device: str) -> str | None:
+    """Whether a GPU is partitioned: "off" or "on"; None where NVML does not say.
+
+    Args:
+        device: ``"cuda:N"``.
+    """
+    import torch
+
+    from megamoe.telemetry import open_nvml
+
+    nvml = open_nvml()
+    if isinstance(nvml, str):
+        return None
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        now, _ = nvml.nvmlDeviceGetMigMode(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except nvml.NVMLError:
+        return None
+    return "on" if now else "off"
 
 
 def _command() -> str:

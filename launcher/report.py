@@ -95,7 +95,9 @@ def _scheduling(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     return found
 
 
-def _registers(row: Row, meta: Row, resources: Row | None) -> list[Figure]:
+def _registers(
+    row: Row, meta: Row, resources: Row | None, trace: Row | None = None
+) -> list[Figure]:
     known = resources or {"reason": "the kernel's resources were not asked for"}
     why = _CPU if _on_cpu(row, meta) else known.get("reason", "")
     get = known.get
@@ -107,20 +109,22 @@ def _registers(row: Row, meta: Row, resources: Row | None) -> list[Figure]:
         _figure("CTAs per SM", get("ctas_per_sm"), "", why),
         _rate(row, "sm_occupancy", "warps resident", "of the most that an SM holds"),
         _of(row, "ring_tokens", "ring capacity", "rows"),
-        *_counted(row),
+        *_counted(row, trace),
     ]
 
 
-def _counted(row: Row) -> list[Figure]:
-    """What ranks count: rows of ``bench moe`` on CPU ranks have their counters."""
+def _counted(row: Row, trace: Row | None) -> list[Figure]:
+    """What CPU ranks count, in rows of ``bench moe``; of GPUs a trace knows it."""
     ranks = row.get("counters") or []
     window = row.get("window_bytes") or max((c["window_bytes"] for c in ranks), default=None)
     found = [_figure("symmetric window of a rank", window, "B")]
     for ring in ("high_water_l1", "high_water_l2"):
         marks = [c[ring] for c in ranks if c.get(ring) is not None]
-        why = "the GPU kernel does not count; a trace shows the depth of the rings"
+        traced = None if trace is None else trace.get("high_water", {}).get(ring[-2:])
         name = f"most blocks at once in the {ring[-2:].upper()} ring"
-        found.append(_figure(name, max(marks, default=None), "of any rank", why))
+        unit = "of any rank" if marks else "of rank 0, traced"
+        why = f"the GPU kernel does not count; {_NO_TRACE}"
+        found.append(_figure(name, max(marks, default=traced), unit, why))
     return found
 
 
@@ -322,7 +326,7 @@ def build_report(
         trace = traces[0] if traces and i == traced_row else None
         ledgers = {
             "scheduling": _scheduling(row, meta, trace),
-            "registers and SMEM": _registers(row, meta, resources),
+            "registers and SMEM": _registers(row, meta, resources, trace),
             "HBM": _hbm(row, meta),
             "interconnect": _interconnect(row, meta, trace),
             "power": _power(row),

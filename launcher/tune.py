@@ -7,7 +7,6 @@ give the recommendation's results to the bit; one that does not is an error of t
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -120,7 +119,7 @@ def _tune(
     as_json: bool,
 ) -> int:
     from launcher.checked import need_writable
-    from launcher.meta import run_meta
+    from launcher.meta import run_meta, typed_command
     from launcher.tuner import tune
     from megamoe.jit import cache_dir
     from megamoe.tuning import save
@@ -132,7 +131,7 @@ def _tune(
         found = tune(group, options, lambda trial: bar.advance(task))
     trials, chosen = found["trials"], found["chosen"]
     wrong = [t for t in trials if not t.bitwise_equal]
-    typed = " ".join(["megamoe tune", f"--ranks {group.num_ranks}", *sys.argv[1:]])
+    typed = typed_command("tune", group.num_ranks)
     result = {
         "meta": run_meta(command=typed, device=found["device"]),
         "model": model,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from launcher import ranks, timing, verify
+from launcher.meta import typed_command
 from megamoe.errors import InputError
 from megamoe.reference.tolerance import oracle_tolerance
 from megamoe.spec import MoESpec
@@ -166,3 +167,16 @@ def test_a_wrong_value_is_named_with_index_and_both_values():
     assert "(2, 17)" in bad.problem
     assert "40.0" in bad.problem
     assert bad.to_dict()["problem"] == bad.problem
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (["cli", "bench", "moe", "--ranks", "1", "--tokens", "8"], "--ranks 1 --tokens 8"),
+        (["bench_moe.py", "--tokens", "8"], "--ranks 2 --tokens 8"),
+    ],
+)
+def test_a_result_names_the_command_once(monkeypatch, argv, typed):
+    """Alone the process was started by the person, else by torchrun without ``--ranks``."""
+    monkeypatch.setattr("sys.argv", argv)
+    assert typed_command("bench moe", 2) == f"megamoe bench moe {typed}"
