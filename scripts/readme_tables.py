@@ -55,49 +55,60 @@ def same_inputs(row: Found) -> tuple[Any, ...]:
 
 def moe_gpu() -> list[str]:
     """Rows of the GPU benchmark that have a time, of the largest group that has been measured."""
-    for name in ("moe_h200x4.json", "moe_h200x2.json", "moe_h200x1.json"):
-        found = load(name)
-        rows = [row for row in (found or {}).get("rows", []) if row.get("total_us")]
-        if found is None or not rows:
-            continue
-        earlier = {same_inputs(row): row for row in found.get("earlier", [])}
-        body, bracketed = [], False
-        for row in rows:
-            peer, ours = row.get("peer_us"), row["total_us"]
-            unfused = cell(row.get("unfused_us"))
-            before = earlier.get(same_inputs(row), {}).get("unfused_us")
-            if unfused == "–" and before is not None:
-                unfused, bracketed = f"({before:.0f})", True
-            body.append(
-                [
-                    row["model"],
-                    str(row["tokens"]),
-                    row["routing"],
-                    cell(ours),
-                    cell(row.get("fraction_of_floor"), ".2f"),
-                    cell(peer),
-                    cell(peer / ours if peer else None, ".2f", "×"),
-                    unfused,
-                    cell(row.get("sustained_us")),
-                    cell(1e3 * row["joules_per_token"], ".2f")
-                    if row.get("joules_per_token") is not None
-                    else "–",
-                ]
-            )
-        columns = (
-            *("model", "tokens per rank", "routing", "this layer, µs", "of the floor"),
-            *("fused peer, µs", "faster by", "unfused, µs", "sustained, µs", "mJ per token"),
-        )
-        missing = len(found["rows"]) - len(rows)
-        lines = [*table(columns, body), "", source(found, name)]
-        if bracketed:
-            lines.append("*In brackets: of an earlier run, see the file's notes.*")
-        if missing:
-            lines.append(
-                f"*{missing} more rows are in the file without a time, each with a reason.*"
-            )
-        return lines
+    for name in ("moe_h200x4.json", "moe_h200x2.json"):
+        if lines := gpu_rows(name):
+            return lines
     return ["*Not measured yet.*"]
+
+
+def moe_gpu_one() -> list[str]:
+    """The same on one GPU, which has a rank's share of the experts of a larger group."""
+    return gpu_rows("moe_h200x1.json") or ["*Not measured yet.*"]
+
+
+def gpu_rows(name: str) -> list[str]:
+    """A file's rows that have a time; nothing where there are none."""
+    found = load(name)
+    rows = [row for row in (found or {}).get("rows", []) if row.get("total_us")]
+    if found is None or not rows:
+        return []
+    earlier = {same_inputs(row): row for row in found.get("earlier", [])}
+    body, bracketed, gemms = [], False, all(row.get("gemms_us") for row in rows)
+    for row in rows:
+        peer, ours = row.get("peer_us"), row["total_us"]
+        unfused = cell(row.get("unfused_us"))
+        before = earlier.get(same_inputs(row), {}).get("unfused_us")
+        if unfused == "–" and before is not None:
+            unfused, bracketed = f"({before:.0f})", True
+        energy = row.get("joules_per_token")
+        body.append(
+            [
+                row["model"],
+                str(row["tokens"]),
+                row["routing"],
+                cell(ours),
+                cell(row.get("fraction_of_floor"), ".2f"),
+                cell(peer),
+                cell(peer / ours if peer else None, ".2f", "×"),
+                unfused,
+                *([cell(row["gemms_us"])] if gemms else []),
+                cell(row.get("sustained_us")),
+                cell(None if energy is None else 1e3 * energy, ".2f"),
+            ]
+        )
+    columns = (
+        *("model", "tokens per rank", "routing", "this layer, µs", "of the floor"),
+        *("fused peer, µs", "faster by", "unfused, µs"),
+        *(["its GEMMs, µs"] if gemms else []),
+        *("sustained, µs", "mJ per token"),
+    )
+    missing = len(found["rows"]) - len(rows)
+    lines = [*table(columns, body), "", source(found, name)]
+    if bracketed:
+        lines.append("*In brackets: of an earlier run, see the file's notes.*")
+    if missing:
+        lines.append(f"*{missing} more rows are in the file without a time, each with a reason.*")
+    return lines
 
 
 def moe_cpu() -> list[str]:
@@ -232,6 +243,7 @@ def power() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "moe-gpu": moe_gpu,
+    "moe-gpu-one": moe_gpu_one,
     "moe-cpu": moe_cpu,
     "attention-pre": attention_pre,
     "stress": stress,
