@@ -217,8 +217,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
+    """A line per case, which are many."""
     make_folder_for(path)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    rows = ",\n".join("  " + json.dumps(row, default=str) for row in result.get("rows", []))
+    rest = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1, default=str)
+    body = f' "rows": [\n{rows}\n ]' if rows else ' "rows": []'
+    comma = ",\n" if rest != "{}" else "\n"
+    path.write_text(rest.removesuffix("}").rstrip("\n") + comma + body + "\n}\n")
 
 
 def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
