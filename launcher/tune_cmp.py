@@ -63,6 +63,13 @@ _AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
     "D2": (1, 4),
 }
 _CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (4, 2), "B1f": (4, 2)}
+_IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
+    "D0": (0, 2, 3, 4, 6),
+    "D1p": (0, 1, 2),
+    "B0p": (0, 3, 5),
+    "D2": (0, 2),
+}
+_AHEAD_CYCLES: Final[Mapping[str, Sequence[int]]] = {"D0": (500, 900, 1500, 2500)}
 _AHEAD: Final[Mapping[str, Sequence[int]]] = {"D0": (0, 3, 6, 12)}
 _COLUMNS: Final[Mapping[str, Sequence[int]]] = {"D2": (128, 256)}
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
@@ -113,7 +120,9 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
         ("at_once", _AT_ONCE),
         ("weight_pages", _PAGES),
         ("columns", _COLUMNS),
+        ("in_flight", _IN_FLIGHT),
         ("ahead", _AHEAD),
+        ("ahead_cycles", _AHEAD_CYCLES),
         ("ctas", _CTAS),
     ]
     if mode != "single_stream":

@@ -61,6 +61,10 @@ MEGAMOE_DEVICE void load_weight_pages(const CmpParams& p, SharedStorage& s, uint
             }
         }
         wait_free(s, use);
+        if (use >= p.in_flight) {
+            const WeightPage landing(use - p.in_flight);
+            wait_always(s.weight_full[landing.index], landing.phase);
+        }
         ptx::arrive_expect(full, kPageBytes);
         for_boxes<S>(inst, use, [&](uint32_t at, int32_t x, int32_t y) {
             ptx::load_box(s.weights[page.index] + at, p.maps.weights, x, y, full);

@@ -49,6 +49,7 @@ struct CmpParams {
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
     uint32_t ahead_pages;      // weight pages that find no room and may go to L2 meanwhile,
     uint32_t ahead_cycles;     // with a pause between two of them
+    uint32_t in_flight;        // weight pages that may be on their way at once
 };
 
 // One warp writes its CTA's task.

@@ -35,8 +35,6 @@ from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 __all__ = ["BoundCmp", "BoundKernel", "with_wait"]
 
 _STAMPS: Final = 4
-_AHEAD_CYCLES: Final = 900
-"""Between two requests of a CTA for L2: a backlog would delay all others."""
 
 
 class _CmpParams(ctypes.Structure):
@@ -54,7 +52,8 @@ class _CmpParams(ctypes.Structure):
         ("delay_ns", ctypes.c_uint64),
         ("ahead_pages", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 48),
+        ("in_flight", ctypes.c_uint32),
+        ("padding", ctypes.c_uint8 * 44),
     )
 
 
@@ -220,7 +219,9 @@ class BoundCmp:
     ) -> BoundKernel:
         loaded = _load(part, _shape(part, tuned), tuned.wait)
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
-        params.ahead_pages, params.ahead_cycles = tuned.ahead, _AHEAD_CYCLES
+        params.ahead_pages, params.ahead_cycles = tuned.ahead, tuned.ahead_cycles
+        pages = _shape(part, tuned).weight_pages
+        params.in_flight = min(tuned.in_flight or pages, pages)
         params.maps[:] = maps
         params.operands[:] = operands.tolist()
         params.task[:] = part.task.tolist()

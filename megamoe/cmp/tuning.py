@@ -26,7 +26,9 @@ class Tuning:
         weight_pages: of shared memory; 0 chooses.
         ctas: see ``Shape``; 0 chooses.
         at_once: see ``Shape``; 0 chooses.
+        in_flight: weight pages of a CTA that may be on their way at once; 0: as many as it has.
         ahead: weight pages that find no room and go to L2 meanwhile.
+        ahead_cycles: at least, between two of them: a backlog would delay all other requests.
         columns: see ``standalone_kernels``; 0 leaves the plan's.
         wait: see ``compile_kernel``.
     """
@@ -36,7 +38,9 @@ class Tuning:
     weight_pages: int = 0
     ctas: int = 0
     at_once: int = 0
+    in_flight: int = 0
     ahead: int = 0
+    ahead_cycles: int = 900
     columns: int = 0
     wait: Wait = "late"
 
