@@ -51,7 +51,9 @@ def bind_tcp(config: ServiceConfig) -> socket.socket:
         OSError: the address is in use or not of this machine; the message names it.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sets TCP_NODELAY on connections; else a small answer, which
+    # goes out in two writes, waits 40 ms for the client's delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host, config.port))

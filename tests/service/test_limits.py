@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -16,6 +17,7 @@ import tritonclient.http as oip
 from service.config import ConfigError, ServiceConfig
 from service.errors import ServiceError
 from service.limits import ByteBudget
+from service.server import bind_tcp
 from tests.service.echo import CONFIG, EchoEngine, tokens
 
 INFER = b"POST /v2/models/moe/infer HTTP/1.1\r\nhost: localhost\r\n"
@@ -171,6 +173,24 @@ def test_bodies_in_flight_share_a_budget(make_running):
     time.sleep(0.2)
     answer = httpx.post(running.url + "/v2/models/moe/infer", content=b"{}" + b" " * 60_000)
     assert answer.status_code == 400  # the budget came back
+
+
+def test_small_answers_do_not_wait_for_acknowledgements():
+    async def main():
+        reached = asyncio.get_running_loop().create_future()
+
+        def seen(_, writer):
+            reached.set_result(writer.get_extra_info("socket"))
+
+        with bind_tcp(CONFIG) as sock:
+            server = await asyncio.start_server(seen, sock=sock)
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            connection = await asyncio.wait_for(reached, 5)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            server.close()
+
+    asyncio.run(main())
 
 
 def test_byte_budget():
