@@ -69,6 +69,11 @@ class Auth:
 
 
 def _host_name(host: str) -> str:
+    """Of a Host header; empty when it is none."""
+    name, port = host, ""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+        name, _, port = host[1:].partition("]")
+    elif ":" in host:
+        name, _, port = host.partition(":")
+        port = f":{port}"
+    return name if not port or (port[0] == ":" and port[1:].isdigit()) else ""

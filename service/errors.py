@@ -11,13 +11,24 @@ from collections.abc import Mapping
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["BugShield", "ServiceError", "busy", "error_response", "install", "unavailable"]
+__all__ = [
+    "CLIENT_GONE",
+    "BugShield",
+    "ServiceError",
+    "busy",
+    "error_response",
+    "install",
+    "unavailable",
+]
 
 _log = logging.getLogger("megamoe.service")
 RETRY_AFTER_S = 1
+CLIENT_GONE = 499
+"""What the counters say of a request whose client hung up; nobody receives it."""
 
 
 class ServiceError(Exception):
@@ -98,6 +109,9 @@ class BugShield:
             await self.app(scope, receive, watched)
         except ServiceError:
             raise
+        except ClientDisconnect:
+            if not started:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
         except Exception as error:
             if scope["type"] != "http" or started:
                 raise

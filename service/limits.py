@@ -47,6 +47,10 @@ class ByteBudget:
             )
         self.held += nbytes
 
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes that are there already; new ones find so much less room."""
+        self.held += nbytes
+
     def give(self, nbytes: int) -> None:
         """Returns reserved bytes."""
         self.held -= nbytes
@@ -71,6 +75,12 @@ class _Body:
 
     def reserve(self, nbytes: int) -> None:
         self.budget.take(nbytes)
+        self.reserved += nbytes
+
+    def answered(self, message: Message) -> None:
+        """Counts an answer, until the app returns: what a slow client leaves unread is memory."""
+        nbytes = len(message.get("body", b""))
+        self.budget.hold(nbytes)
         self.reserved += nbytes
 
     def release(self) -> None:
@@ -110,6 +120,7 @@ class _Body:
         The client may finish writing for a while first: closing at once would reset the
         connection, and many clients would never read why.
         """
+        self.answered(message)
         if self.complete:
             await self.send_next(message)
         elif message["type"] == "http.response.start":
@@ -153,6 +164,14 @@ class BodyGuard:
         """Handles one ASGI scope."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        # What comes in one piece passes h11's bound on what is incomplete.
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self.config.max_header_bytes:
+            limit = self.config.max_header_bytes
+            message = f"request line and headers have {size} bytes, at most {limit} are allowed"
+            await error_response(400, message, {"Connection": "close"})(scope, receive, send)
             return
         headers = dict(scope["headers"])
         declared = headers.get(b"content-length")
@@ -214,6 +233,7 @@ class DeadlineProtocol(H11Protocol):
 
     settings: ServiceConfig
 
+    _refused = False
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
 
@@ -222,6 +242,7 @@ class DeadlineProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503, f"more than {self.settings.max_connections} connections are open")
+            self.transport.close()  # these are bounded, too
             return
         self._arm()
 
@@ -233,6 +254,8 @@ class DeadlineProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser; headers that are still incomplete run against the clock."""
+        if self._refused:
+            return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             if self._header_timer is None and not self.transport.is_closing():
@@ -284,7 +307,13 @@ class DeadlineProtocol(H11Protocol):
         )
         # Not through h11: its state may allow no response, e.g. after a parse error.
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        # Closing with bytes of the client's unread would reset the connection: what it sends goes
+        # nowhere for a while, in which it can read why.
+        self._refused = True
+        self._cancel_header_timer()
+        self._unset_keepalive_if_required()
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:

@@ -21,7 +21,7 @@ from service.engine import (
     LayerInfo,
     RequestExpired,
 )
-from service.errors import ServiceError, busy, unavailable
+from service.errors import CLIENT_GONE, ServiceError, busy, unavailable
 from service.limits import read_body
 from service.metrics import CONTENT_TYPE, Metrics
 from service.models import Executed, Model, need_binary, wanted_outputs
@@ -29,10 +29,8 @@ from service.moe_model import MoEModel
 from service.oip import codec
 from service.oip.schema import InferRequest, InferResponse, ModelReady, ServerMetadata
 
-__all__ = ["CLIENT_GONE", "make_router"]
+__all__ = ["make_router"]
 
-CLIENT_GONE: Final = 499
-"""What the counters say of a request whose client hung up; nobody receives it."""
 PRODUCT: Final = "megamoe"
 PRODUCT_VERSION: Final = "0.1.0"
 
@@ -85,7 +83,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 class TensorResponse(Response):
-    """An answer whose binary tensors go out without being joined to the JSON part."""
+    """An answer with binary tensors, whose memory is released before the client reads any of it."""
 
     def __init__(
         self,
@@ -105,14 +103,15 @@ class TensorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer."""
+        # The one copy of the tensors: h11 would make it too, but sending may wait for the client.
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for index, part in enumerate([self.body, *self.parts]):
-                more = index < len(self.parts)
-                # The server copies what it is given before it returns.
-                await send({"type": "http.response.body", "body": part, "more_body": more})
+            whole = b"".join([self.body, *self.parts])
         finally:
             self.release()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": whole, "more_body": True})
+        # Returns when the client has read: until then the answer counts as held memory.
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _until_gone(request: Request) -> None:
