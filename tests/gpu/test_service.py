@@ -239,6 +239,15 @@ def test_attention_pre_over_a_sequence_gives_the_layers_bits():
     options = ("--backend", "cuda", "--attention-pre", ATTENTION, "--cache-pages", "16")
     with Served(*options, ranks=1, shape=SHAPE) as served, source.options().open("cuda") as peer:
         served.wait_ready(280)
+        # Another client's NaN keys in every page, which are free again afterwards.
+        for turn in range(8):
+            infer(
+                served.url,
+                "attention_pre",
+                {"sequence_id": 9, "sequence_start": turn == 0, "sequence_end": turn == 7},
+                hidden_states=("BF16", torch.full((128, 512), torch.nan).to(torch.bfloat16)),
+                residual=("BF16", torch.zeros(128, 512, dtype=torch.bfloat16)),
+            )
         keys = 0
         table = torch.arange(16, dtype=torch.int32)[None]
         for turn, rows in enumerate((60, 1, 8, 3)):

@@ -455,6 +455,29 @@ def test_ranks_append_to_sequences_beside_moe_requests(served):
 
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
+def test_keys_of_another_client_leave_nothing_in_pages(served):
+    """NaN keys in every page, then a sequence in the same pages: the bits of fresh caches."""
+    peer = Peer(12)
+    with served.client() as client:
+        for turn in range(6):
+            x, residual = tokens(128, turn)
+            x[:] = np.array(np.nan, ml_dtypes.bfloat16)
+            infer(client, x, residual, sequence="poison", start=turn == 0)
+        assert served.metric("megamoe_attention_cache_pages_used") == 12
+        assert keys_of(client, "poison", end=True) == 6 * 128
+        keys = 0
+        for n in (3, 70):
+            x, residual = tokens(n, n)
+            have = infer(client, x, residual, sequence=4, start=keys == 0)
+            keys += n
+            want = peer.run(x, residual, [n], [keys], [[0, 1]])
+            for output in OUTPUTS:
+                assert_same(bits(have, output), want[output])
+        keys_of(client, 4, end=True)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
 def test_ranks_run_requests_that_bring_their_cache(served):
     """The rows that one request wrote are the cache that the next one sends."""
     peer = Peer(12)

@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import ml_dtypes
 import numpy as np
 import pytest
+from tritonclient.http import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
@@ -31,6 +35,7 @@ from tests.service.served import (
     SHAPE,
     Served,
     infer,
+    inputs_of,
     make_tokens,
     output_bits,
 )
@@ -42,7 +47,7 @@ TIMEOUT_S = 3.0
 
 @pytest.fixture(scope="module")
 def served():
-    options = ("--fault-injection", "--timeout", str(TIMEOUT_S), "--max-restarts", "3")
+    options = ("--fault-injection", "--timeout", str(TIMEOUT_S), "--max-restarts", "4")
     with Served(*options, "--heartbeat", "0.2", "--progress-timeout", "8") as running:
         running.wait_ready()
         yield running
@@ -160,6 +165,44 @@ def test_the_fullest_request_and_one_token_more(client):
     assert caught.value.status() == "400"
 
 
+def test_clients_that_hang_up_leave_no_trace(served, client):
+    """Three hundred requests whose clients are gone at some moment, beside four that wait."""
+    case = make_tokens(31, seed=12)
+    want = output_bits(client, *case)
+    body, size = InferenceServerClient.generate_request_body(inputs_of(*make_tokens(64, seed=13)))
+    head = (
+        f"POST /v2/models/moe/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        f"Inference-Header-Content-Length: {size}\r\n\r\n"
+    ).encode()
+    rng = random.Random(5)
+    with Load(served, want, case, clients=4) as load:
+        for _ in range(300):
+            with socket.create_connection(("127.0.0.1", served.port)) as conn:
+                whole = head + bytes(body)
+                conn.sendall(whole[: rng.choice([len(whole), len(whole), len(whole) // 2])])
+                time.sleep(rng.random() * 0.02)
+                # Reset: neither side has the answer.
+                conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert load.good > 20
+    assert not load.wrong
+    deadline = time.monotonic() + 5
+    while served.metric("megamoe_queue_requests"):
+        assert time.monotonic() < deadline, "a request of nobody waits"
+        time.sleep(0.05)
+    assert served.metric("megamoe_group_generation") == 1
+    # Their memory is free: as many tokens wait as ever may.
+    full = make_tokens(128, seed=14)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: one_request(served, full), range(4)))
+    for answer in answers[1:]:
+        same(answer, answers[0])
+
+
+def one_request(served: Served, case) -> np.ndarray:
+    with served.client() as client:
+        return output_bits(client, *case)
+
+
 def test_telemetry_says_what_it_cannot_read(served, client):
     deadline = time.monotonic() + 5
     while "megamoe_telemetry_available{" not in (text := httpx.get(served.url + "/metrics").text):
@@ -236,16 +279,16 @@ def test_under_torchrun_with_the_smallest_rings_beside_another_service(client):
 
 
 class Load:
-    """Eight clients that infer until told to stop; every answer is right, or a clean refusal."""
+    """Clients that infer until told to stop; every answer is right, or a clean refusal."""
 
-    def __init__(self, served: Served, want: np.ndarray, case) -> None:
+    def __init__(self, served: Served, want: np.ndarray, case, clients: int = 8) -> None:
         self.served, self.want, self.case = served, want, case
         self.stop = threading.Event()
         self.good = 0
         self.refused: list[str] = []
         self.wrong: list[str] = []
         self.slowest = 0.0
-        self.threads = [threading.Thread(target=self.work) for _ in range(8)]
+        self.threads = [threading.Thread(target=self.work) for _ in range(clients)]
 
     def work(self) -> None:
         with self.served.client() as client:
@@ -277,8 +320,8 @@ class Load:
 
 @pytest.mark.parametrize(
     ("rank", "action", "within_s"),
-    [(1, "kill", 1.5), (0, "kill", 1.5), (1, "stop", TIMEOUT_S + 6)],
-    ids=["kill-rank-1", "kill-rank-0", "stop-rank-1"],
+    [(1, "kill", 1.5), (0, "kill", 1.5), (1, "stop", TIMEOUT_S + 6), (0, "stop", 8 + 3)],
+    ids=["kill-rank-1", "kill-rank-0", "stop-rank-1", "stop-rank-0"],
 )
 def test_a_lost_rank_is_named_and_the_group_comes_back(served, client, rank, action, within_s):
     case = make_tokens(24, seed=9)
@@ -301,7 +344,7 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(served, client, rank, act
     assert any(f"rank {rank}" in message for message in load.refused), set(load.refused)
     assert load.slowest < within_s + 5
     same(output_bits(client, *case), want)
-    if action == "stop":
+    if (rank, action) == (1, "stop"):
         # The wait that expired is on record: who waited for whom, in which phase.
         message = next(m for m in load.refused if "waited more than" in m)
         assert re.search(r"waited more than 3 s for rank 1: role \w+, phase \w+", message)
@@ -309,7 +352,7 @@ def test_a_lost_rank_is_named_and_the_group_comes_back(served, client, rank, act
 
 
 def test_when_restarts_run_out_the_service_ends_with_a_failure(served):
-    """The last of the tests that share this service: three restarts are behind it."""
+    """The last of the tests that share this service: four restarts are behind it."""
     served.wait_ready()
     served.fault(0, "kill")
     assert served.wait_exit(40) != 0
@@ -360,6 +403,9 @@ def test_sigterm_finishes_what_runs_and_ends_with_0(slow_service):
     deadline = time.monotonic() + 5
     while slow_service.ready():
         assert time.monotonic() < deadline
+    with pytest.raises(InferenceServerException, match="shutting down") as caught:
+        one_request(slow_service, make_tokens(1, seed=1, hidden=1024, topk=8))
+    assert caught.value.status() == "503"
     for thread in threads:
         thread.join(60)
     assert outcomes == ["ok"] * 32
