@@ -22,10 +22,16 @@ BIG_SHAPE = "hidden=1024,inter=1024,experts=8,topk=8"
 
 
 class Served:
-    """One running service. ``direct`` starts torchrun itself instead of the supervisor."""
+    """One running service. ``direct`` starts torchrun itself instead of the supervisor.
 
-    def __init__(self, *options: str, ranks: int = 2, direct: bool = False, shape: str = SHAPE):
-        argv = ["--random", shape, "--port", "0", "--max-tokens", "64", *options]
+    Without a shape, ``options`` say what is served.
+    """
+
+    def __init__(
+        self, *options: str, ranks: int = 2, direct: bool = False, shape: str | None = SHAPE
+    ) -> None:
+        argv = ["--random", shape] if shape else []
+        argv += ["--port", "0", "--max-tokens", "64", *options]
         if direct:
             head = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             head += ["-m", "launcher.serve"]
