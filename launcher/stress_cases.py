@@ -192,7 +192,7 @@ def _case(
         "tokens_per_rank": list(load.tokens),
         "seed": seed,
         "bitwise_equal": all(m["same"] for m in every),
-        "max_rel_err": max(m["error"] for m in every),
+        "max_rel_err": float(f"{max(m['error'] for m in every):.4g}"),
         "backpressure_events": folded(sum, [m["events"] for m in every]),
         "high_water_l1": folded(max, [m["l1"] for m in every]),
         "high_water_l2": folded(max, [m["l2"] for m in every]),
@@ -200,7 +200,7 @@ def _case(
         "reuses_l1": sum(max(0, n - counters.ring_l1_blocks) for n in blocks),
         "reuses_l2": sum(max(0, n - counters.ring_l2_blocks) for n in blocks),
         "max_over_mean": round(spread.max_over_mean, 3),
-        "skew": spread.to_dict(),
+        "skew": {name: round(value, 4) for name, value in spread.to_dict().items()},
         "ok": all(m["same"] and not m["problem"] for m in every),
         "problem": "; ".join(m["problem"] for m in every if m["problem"]) or None,
     }

@@ -17,7 +17,10 @@ from pathlib import Path
 # One side, the other side: functions between which a hand-off of that kind lies.
 EXPLAINED = (
     # Task slots: written by the feeder alone; given back by lane 0 of the math and publish warps.
-    (r"\bfeed_weights\(", r"\b(announce|math|few_rows|linear[12]_\w+)\W|^megamoe_moe$"),
+    (
+        r"\bfeed_weights\(",
+        r"\b(announce|find_targets|math|few_rows|linear[12]_\w+|L2Rows)\W|^megamoe_moe$",
+    ),
     # Scales: bulk copies into a slot that lane 0 of each math warp has given back.
     (r"\bbulk_load\(", r"\bload_shared2?\("),
     # Targets of rows: written by the publish warp's lanes, announced by its lane 0, and read until
