@@ -12,7 +12,8 @@ from typing import Final
 
 from service import ipc
 from service.arena import Arena
-from service.engine import EngineFault, LayerInfo
+from service.engine import LayerInfo
+from service.reports import EngineFault
 
 __all__ = ["Group", "Rank", "Waiting"]
 

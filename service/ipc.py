@@ -27,7 +27,8 @@ import msgspec
 import zmq
 
 from service.arena import ArenaRef, Layout
-from service.engine import EngineFault, LayerInfo, Span, StepRecord, TelemetrySample
+from service.engine import LayerInfo
+from service.reports import EngineFault, Span, StepRecord, TelemetrySample
 
 __all__ = [
     "Cancel",

@@ -26,16 +26,9 @@ from service.arena import (
     arena_bytes,
 )
 from service.config import ServiceConfig
-from service.engine import (
-    EngineFault,
-    EngineStatus,
-    EngineUnavailable,
-    LayerInfo,
-    Observers,
-    RequestExpired,
-    State,
-)
+from service.engine import EngineUnavailable, LayerInfo, RequestExpired
 from service.group import Group, Rank
+from service.reports import EngineFault, EngineStatus, Observers, State
 
 __all__ = ["GroupKeeper"]
 

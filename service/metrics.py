@@ -28,7 +28,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.engine import Engine, EngineFault, StepRecord, TelemetrySample
+from service.engine import Engine
+from service.reports import EngineFault, StepRecord, TelemetrySample
 from service.sequences import Sequences
 
 __all__ = ["CONTENT_TYPE", "DCGM_NAMES", "GPU_METRICS", "Metrics", "gini", "load_figures"]

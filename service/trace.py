@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from service.engine import StepRecord, TelemetrySample
+from service.reports import StepRecord, TelemetrySample
 
 __all__ = ["chrome_trace"]
 

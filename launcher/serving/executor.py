@@ -16,7 +16,7 @@ from megamoe.layer import MoELayer
 from service import ipc
 from service.arena import Arena
 from service.batching import rank_rows
-from service.engine import Span
+from service.reports import Span
 
 if TYPE_CHECKING:
     from megamoe.router import Router

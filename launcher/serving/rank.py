@@ -22,7 +22,7 @@ from launcher.ranks import device_of, sampler_of
 from launcher.serving.worker import RankOptions, Shared, Worker
 from megamoe.telemetry import Reading
 from service import ipc
-from service.engine import TelemetrySample
+from service.reports import TelemetrySample
 
 __all__ = ["run_rank"]
 

@@ -27,7 +27,8 @@ from megamoe.layer import MoELayer, open_layer
 from service import ipc
 from service.arena import Arena
 from service.batching import AttentionQueue, StepQueue
-from service.engine import EngineFault, LayerInfo, Span, StepRecord
+from service.engine import LayerInfo
+from service.reports import EngineFault, Span, StepRecord
 
 if TYPE_CHECKING:
     from megamoe.attention_layer import AttentionPre

@@ -18,9 +18,10 @@ from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
 from service.config import ServiceConfig
-from service.engine import Engine, EngineFault, LayerInfo, StepRecord, TelemetrySample
+from service.engine import Engine, LayerInfo
 from service.errors import ServiceError, busy
 from service.metrics import Metrics, load_figures
+from service.reports import EngineFault, StepRecord, TelemetrySample
 from service.sequences import Sequences
 from service.trace import chrome_trace
 

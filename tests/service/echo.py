@@ -19,18 +19,13 @@ from service.engine import (
     AttentionRequest,
     AttentionResult,
     EngineBusy,
-    EngineFault,
-    EngineStatus,
     EngineUnavailable,
     LayerInfo,
     MoERequest,
     MoEResult,
-    Observers,
     RequestExpired,
-    Span,
-    StepRecord,
-    TelemetrySample,
 )
+from service.reports import EngineFault, EngineStatus, Observers, Span, StepRecord, TelemetrySample
 from service.server import bind_tcp, make_server
 
 LAYER = LayerInfo(

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.engine import EngineFault, TelemetrySample
+from service.reports import EngineFault, TelemetrySample
 from tests.service.echo import BOTH, LAYER, EchoEngine
 from tests.service.test_attention import infer as infer_attention
 from tests.service.test_attention import tokens as attention_tokens

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import metrics as metrics_module
-from service.engine import EngineFault, StepRecord, TelemetrySample
 from service.metrics import DCGM_NAMES, GPU_METRICS, Metrics, gini, load_figures
+from service.reports import EngineFault, StepRecord, TelemetrySample
 from service.sequences import Sequences
 from tests.service.echo import BOTH, EchoEngine
 

@@ -21,17 +21,9 @@ import zmq
 from service import ipc
 from service.arena import Arena
 from service.config import ServiceConfig
-from service.engine import (
-    EngineBusy,
-    EngineFault,
-    EngineUnavailable,
-    MoERequest,
-    RequestExpired,
-    Segments,
-    StepRecord,
-    TelemetrySample,
-)
+from service.engine import EngineBusy, EngineUnavailable, MoERequest, RequestExpired, Segments
 from service.remote import RemoteEngine
+from service.reports import EngineFault, StepRecord, TelemetrySample
 from tests.service.echo import LAYER
 
 

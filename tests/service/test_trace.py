@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import httpx
 
-from service.engine import Span, StepRecord, TelemetrySample
+from service.reports import Span, StepRecord, TelemetrySample
 from service.trace import chrome_trace
 from tests.service.echo import EchoEngine
 from tests.service.test_client import changed
