@@ -47,21 +47,29 @@ class Tuning:
 
 TUNING: Final[Mapping[str, Tuning]] = {
     # The way to the scores first; D0 and D2 fill what it leaves.
-    **{name: Tuning(priority=-5) for name in ("A0", "B0f", "D1p", "D1f", "E1")},
-    **{name: Tuning(priority=-3) for name in ("B1p", "B1f")},
-    "B0p": Tuning(priority=-5, weight_pages=6),
+    "A0": Tuning(priority=-5),
+    # Weights that stream at full rate hold up A0, whose results these kernels wait for.
+    "B0p": Tuning(trigger="inputs", priority=-5, weight_pages=4, at_once=1, in_flight=3),
+    "B0f": Tuning(priority=-5),
     "C0": Tuning(priority=-3, weight_pages=4),
-    "D0": Tuning(weight_pages=6),
+    "B1p": Tuning(priority=-3, at_once=2),
+    "B1f": Tuning(priority=-3),
+    "D1p": Tuning(trigger="stored", priority=-5, in_flight=1),
+    "D1f": Tuning(priority=-5, ctas=4),
+    "D0": Tuning(trigger="weights", weight_pages=7, ctas=3, at_once=2, in_flight=4),
+    "D2": Tuning(in_flight=2, columns=128),
+    "E1": Tuning(priority=-5),
 }
-"""By kernel name; others take ``Tuning()``. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys
-(``docs/cmp.md``); D0 with more pages was not tried."""
+"""Beside others, by kernel name. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys
+(``docs/cmp.md``)."""
 
 ALONE: Final[Mapping[str, Tuning]] = {
     **dict.fromkeys(TUNING, Tuning()),
-    "B0p": Tuning(weight_pages=8),
-    "D0": Tuning(weight_pages=11, at_once=2, ctas=1),
+    "B0p": Tuning(weight_pages=8, in_flight=5),
+    "D0": Tuning(weight_pages=11, ctas=1, at_once=2, in_flight=6),
+    "D2": Tuning(columns=128),
 }
-"""Where kernels follow one another: all of an SM for each."""
+"""Where each kernel waits for the end of the one before it: all of an SM for each."""
 
 
 def tuning_of(mode: Mode) -> Mapping[str, Tuning]:

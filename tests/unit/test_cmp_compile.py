@@ -213,6 +213,7 @@ def test_a_consumer_fits_beside_its_producer():
         unit = compile_kernel(k.specialization, k.part, shape)
         size[k.name] = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
     pairs = [("A0", "B0p"), ("B0p", "B0f"), ("B0p", "D1p"), ("B0f", "D0"), ("D1p", "D1f")]
+    pairs += [("D1p", "D0"), ("D0", "D2"), ("D0", "E1")]
     for producer, consumer in pairs:
         assert size[producer] + size[consumer] <= SM_SHARED, (producer, consumer, size)
 
