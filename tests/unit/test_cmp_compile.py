@@ -207,7 +207,9 @@ def test_registers_and_shared_memory(rows):
 def test_a_consumer_fits_beside_its_producer():
     """At 16 rows, as the layer runs them: whoever begins early needs room on the same SM."""
     size = {}
-    for k in kernels(16):
+    columns = {name: tuned.columns for name, tuned in TUNING.items()}
+    plan = Planner(attention_pre_graph(GLM), 132).plan(batch_of(16))
+    for k in standalone_kernels(plan, columns):
         tuned = TUNING.get(k.name, Tuning())
         shape = kernel_shape(k, tuned.weight_pages, tuned.ctas, tuned.at_once)
         unit = compile_kernel(k.specialization, k.part, shape)
