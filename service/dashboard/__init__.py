@@ -208,8 +208,13 @@ class Dashboard:
 
         @router.get("/trace")
         async def trace() -> Response:
+            steps, samples = list(self.traced), list(self.traced_samples)
+            # With MEGAMOE_TRACE=1 seconds of work: requests do not wait for it.
+            made = await asyncio.to_thread(
+                lambda: msgspec.json.encode(chrome_trace(steps, samples))
+            )
             return Response(
-                msgspec.json.encode(chrome_trace(self.traced, self.traced_samples)),
+                made,
                 media_type="application/json",
                 headers={"content-disposition": 'attachment; filename="megamoe-trace.json"'},
             )
