@@ -119,7 +119,6 @@ def measure(
         raise BackendUnavailable("bench cmp needs a Hopper GPU (compute capability 9.0)")
     from launcher import cmp_rows, cmp_studies
     from launcher.attention_rows import Copies, batch_of
-    from megamoe.cmp.prefetch import Prefetch
 
     spec = ATTENTION_MODELS[model]
     held = Copies.make(spec, max(*kv, 512), copies)
@@ -127,10 +126,8 @@ def measure(
     for m in tokens:
         for keys in kv:
             if "variants" in what:
-                # The node is a variant of the whole table.
-                nodes = [Prefetch()] if len(modes) == len(MODES) else []
                 batch = batch_of(m, keys)
-                rows += cmp_rows.bench_variants(held, batch, modes=modes, l2=l2, prefetch=nodes)
+                rows += cmp_rows.bench_variants(held, batch, modes=modes, l2=l2)
                 rows.append(cmp_rows.bench_megakernel(held, batch_of(m, keys)))
             if "prefixes" in what:
                 rows += cmp_studies.bench_prefixes(held, batch_of(m, keys))

@@ -38,7 +38,6 @@ from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
-from megamoe.cmp.prefetch import Prefetch
 from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
@@ -104,7 +103,6 @@ def bench_variants(
     modes: Sequence[Mode] = MODES,
     l2: Sequence[str] = ("cold", "warm"),
     tuning: Mapping[str, Tuning] | None = None,
-    prefetch: Sequence[Prefetch] = (),
     check: bool = True,
     launches: int = 60,
     replays: int = 25,
@@ -117,8 +115,6 @@ def bench_variants(
         modes: kinds of graph.
         l2: ``"cold"``, ``"warm"`` or both.
         tuning: of every mode, see ``BoundCmp``; each mode's own otherwise.
-        prefetch: in the mode ``branches_pdl`` a further variant ``branches_pdl_l2``, with these
-            nodes.
         check: whether scores are compared.
         launches: runs of a timed graph.
         replays: of a timed graph.
@@ -134,14 +130,11 @@ def bench_variants(
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
     tensors = copies.tensors(encode(plan).buffers, host)
     floor = floor_us(tensors[0], batch, copies.spec)
-    variants: list[tuple[str, Mode, Sequence[Prefetch]]] = [(mode, mode, ()) for mode in modes]
-    if prefetch:
-        variants.append(("branches_pdl_l2", "branches_pdl", prefetch))
     rows, error = [], None
-    for variant, mode, nodes in variants:
+    for mode in modes:
         tuned = tuning or tuning_of(mode)
-        bounds = [BoundCmp(plan, t, tuning=tuned, prefetch=nodes) for t in tensors]
-        traced = [BoundCmp(plan, t, tuning=tuned, prefetch=nodes, trace=True) for t in tensors]
+        bounds = [BoundCmp(plan, t, tuning=tuned) for t in tensors]
+        traced = [BoundCmp(plan, t, tuning=tuned, trace=True) for t in tensors]
         first = CmpGraph(bounds[:1], mode)
         tensors[0][SCORES].fill_(torch.nan)
         first.launch(torch.cuda.current_stream().cuda_stream)
@@ -153,7 +146,7 @@ def bench_variants(
                 expected = tensors[0][SCORES].clone()
             need_right(mode, batch, error)
             if not torch.equal(expected, tensors[0][SCORES]):
-                raise MegaMoeError(f"{mode}: its scores differ in bits from {variants[0][0]}'s")
+                raise MegaMoeError(f"{mode}: its scores differ in bits from {modes[0]}'s")
         graph_us, span = time_single(traced, mode)
         for state in l2:
             used = bounds if state == "cold" else bounds[:1]
@@ -161,7 +154,7 @@ def bench_variants(
             more = {"graph_us": round(graph_us, 3), "span_us": round(span, 3)}
             rows.append(
                 table_row(
-                    variant,
+                    mode,
                     batch,
                     state,
                     timing,

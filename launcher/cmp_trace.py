@@ -22,6 +22,7 @@ from megamoe.attention_pre.tiling import Batch
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import Mode
+from megamoe.cmp.tuning import tuning_of
 
 __all__ = ["records", "save_trace"]
 
@@ -32,7 +33,7 @@ def records(
     """CTAs as the megakernel's instructions: entered, producers done, ended.
 
     Args:
-        stamps: ns by kernel, [CTAs, 3] (``BoundCmp.stamps``).
+        stamps: ns by kernel, [CTAs, 7] (``BoundCmp.stamps``).
 
     Returns:
         Stamps [1, CTAs, 7], the kernel of each [1, CTAs], and the kernels' names.
@@ -49,8 +50,10 @@ def records(
             ("visible", found[:, 0]),
             ("inputs ready", ready),
             ("begun", ready),
-            ("stored", found[:, 2]),
-            ("published", found[:, 2]),
+            ("loaded", found[:, 3]),
+            ("summed", found[:, 4]),
+            ("stored", found[:, 5]),
+            ("published", found[:, 5]),
         ):
             made[0, place, STAMPS.index(name)] = value
         which[0, place] = number
@@ -58,19 +61,19 @@ def records(
 
 
 def save_trace(path: Path, copies: Copies, batch: Batch, mode: Mode) -> float:
-    """One cold run, written to ``path`` for ui.perfetto.dev, with a picture beside it.
+    """The last of several cold runs in a row, for ui.perfetto.dev, and a picture beside it.
 
     Returns:
         The run's span in microseconds.
     """
     plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
-    bounds = [BoundCmp(plan, t, trace=True) for t in copies.tensors(encode(plan).buffers, host)]
-    graphs = [CmpGraph([bound], mode) for bound in bounds]
-    for _ in range(3):
-        for graph in graphs:
-            graph.launch(torch.cuda.current_stream().cuda_stream)
+    tensors = copies.tensors(encode(plan).buffers, host)
+    bounds = [BoundCmp(plan, t, tuning=tuning_of(mode), trace=True) for t in tensors]
+    graph = CmpGraph(bounds * 2, mode)
+    graph.launch(torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()
+    graph.close()
     made = records(bounds[-1].stamps())
     make_folder_for(path)
     path.write_text(json.dumps(chrome_trace(*made)))

@@ -2,18 +2,19 @@
 
     python -m launcher.tune_cmp --rows 16 --kv 8192 --seconds 30 --mode branches_pdl
 
-Coordinate descent over ``Tuning`` of each kernel and the prefetch node: one change at a time, kept
-if a graph of many runs over cold copies gets faster by more than the noise. Every setting's scores
-are compared with the first one's, bit by bit, before it is timed. Prints what it kept; the winner
+Descent over ``Tuning`` of each kernel: one change at a time, then several, kept if a graph of many
+runs over cold copies gets faster by more than the noise. Every setting's scores are compared with
+the first one's, bit by bit, before it is timed. Prints what it kept; the winner
 is written into ``megamoe.cmp.tuning`` by hand, with the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
@@ -27,8 +28,7 @@ from megamoe.attention_pre.stages import partition
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
-from megamoe.cmp.prefetch import Prefetch
-from megamoe.cmp.tuning import Tuning, tuning_of
+from megamoe.cmp.tuning import Ahead, Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
 __all__ = ["Setting", "Tuner", "changes", "describe"]
@@ -69,8 +69,19 @@ _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "B0p": (0, 3, 5),
     "D2": (0, 2),
 }
-_AHEAD_CYCLES: Final[Mapping[str, Sequence[int]]] = {"D0": (500, 900, 1500, 2500)}
-_AHEAD: Final[Mapping[str, Sequence[int]]] = {"D0": (0, 3, 6, 12)}
+_REGISTERS: Final[Mapping[str, Sequence[int]]] = {"E1": (0, 112, 104, 96), "D0": (0, 48, 56)}
+_AHEAD: Final[Mapping[str, Sequence[Ahead | None]]] = {
+    "A0": (None, Ahead((("w_qkv_a", 0, 17),), start=2000, cycles=0)),
+    "B0f": (
+        None,
+        Ahead((("w_index_q", 0, 8.4), ("w_q_b", 0, 8)), cycles=0),
+        Ahead((("w_q_b", 14, 34),), cycles=900),
+    ),
+    "C0": (None, Ahead((("w_q_b", 8, 20),), cycles=0)),
+    "B1p": (None, Ahead((("w_q_b", 20, 28),), cycles=0)),
+    "B1f": (None, Ahead((("w_q_b", 28, 34),), cycles=0)),
+    "D1f": (None, Ahead((("w_uk", 0, 13),), cycles=0)),
+}
 _COLUMNS: Final[Mapping[str, Sequence[int]]] = {"D2": (128, 256)}
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, -1, -4),
@@ -81,80 +92,46 @@ _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "D1p": (0, -5),
 }
 _BESIDE: Final[tuple[Mode, ...]] = ("branches_pdl", "graph_rewrite", "manual_streams")
-_PREFETCH: Final = (
-    Prefetch(("w_qkv_a",), 17, 0, after=""),
-    Prefetch(("w_uk",), 13, 1300, after="B0f"),
-    Prefetch(("w_q_b", "w_uk"), 46, 1300, after="B0p"),
-)
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What is varied."""
-
-    tuning: Mapping[str, Tuning]
-    prefetch: tuple[Prefetch, ...] = ()
+Setting = Mapping[str, Tuning]
+"""What is varied: by kernel name."""
 
 
 def describe(setting: Setting) -> str:
     """What differs from the defaults, in words that Python reads."""
     parts = []
-    for name, tuned in setting.tuning.items():
+    for name, tuned in setting.items():
         told = [
             f"{f.name}={getattr(tuned, f.name)!r}"
             for f in fields(tuned)
             if getattr(tuned, f.name) != f.default
         ]
         parts.append(f'"{name}": Tuning({", ".join(told)})')
-    return "{" + ", ".join(parts) + "}" + "".join(f" {node}" for node in setting.prefetch)
+    return "{" + ", ".join(parts) + "}"
 
 
 def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
     """Single changes of a setting, those that may weigh most first."""
-
-    def with_(name: str, **values: Any) -> Setting:
-        tuned = replace(now.tuning.get(name, Tuning()), **values)
-        return replace(now, tuning={**now.tuning, name: tuned})
-
     tables: list[tuple[str, Mapping[str, Sequence[Any]]]] = [
         ("at_once", _AT_ONCE),
         ("weight_pages", _PAGES),
         ("columns", _COLUMNS),
         ("in_flight", _IN_FLIGHT),
         ("ahead", _AHEAD),
-        ("ahead_cycles", _AHEAD_CYCLES),
+        ("registers", _REGISTERS),
         ("ctas", _CTAS),
     ]
     if mode != "single_stream":
         tables.append(("priority", _PRIORITIES))
-    if mode.endswith("pdl") or mode in _BESIDE:
+    if mode not in ("single_stream", "branches"):
         tables.append(("trigger", _TRIGGERS))
     for field, table in tables:
         for name, values in table.items():
-            before = getattr(now.tuning.get(name, Tuning()), field)
+            tuned = now.get(name, Tuning())
             for value in (*values, "entry") if field == "trigger" else values:
-                if value != before:
-                    yield f"{name} {field} {value}", with_(name, **{field: value})
-    if mode not in _BESIDE:
-        return
-    for node in _PREFETCH:
-        if all(node.weights != held.weights for held in now.prefetch):
-            yield f"prefetch {_told(node)}", replace(now, prefetch=(*now.prefetch, node))
-    for i, node in enumerate(now.prefetch):
-        rest = now.prefetch[:i], now.prefetch[i + 1 :]
-        yield f"no prefetch of {node.weights[0]}", replace(now, prefetch=rest[0] + rest[1])
-        others = [replace(node, megabytes=node.megabytes * f) for f in (0.5, 0.75, 1.5)]
-        others += [replace(node, cycles=value) for value in (0, 600, 1300, 2000, 4000)]
-        others += [replace(node, after=value) for value in ("", "A0", "B0p", "B0f", "D1p")]
-        for made in others:
-            if made != node:
-                changed = (*rest[0], made, *rest[1])
-                yield f"prefetch {_told(made)}", replace(now, prefetch=changed)
-
-
-def _told(node: Prefetch) -> str:
-    names = " ".join(node.weights)
-    return f"{names}, {node.megabytes:g} MB, {node.cycles} cycles, after {node.after or 'nothing'}"
+                if value != getattr(tuned, field):
+                    changed = {**now, name: replace(tuned, **{field: value})}
+                    yield f"{name} {field} {value}", changed
 
 
 class Tuner:
@@ -181,8 +158,7 @@ class Tuner:
                 BoundCmp(
                     self.plan,
                     tensors,
-                    tuning=setting.tuning,
-                    prefetch=setting.prefetch,
+                    tuning=setting,
                     like=made[0] if made else None,
                     trace=trace,
                 )
@@ -217,28 +193,39 @@ class Tuner:
             return float("inf")
 
     def tune(self, start: Setting, mode: Mode, seconds: float) -> tuple[Setting, float]:
-        """The best setting found in the time given, and its microseconds."""
+        """The best setting found in the time given, and its microseconds.
+
+        Single changes until none helps, then several at a time.
+        """
         best, least = start, self.measure(start, mode, 15)
         print(f"{mode}, start: {least:.2f}", flush=True)
         end = time.monotonic() + seconds
+
+        def take(what: str, setting: Setting) -> bool:
+            nonlocal best, least
+            us = self.measure(setting, mode)
+            if us < least * _NOISE and (us := self.measure(setting, mode, 15)) < least * _NOISE:
+                best, least = setting, us
+                print(f"  {what}: {us:.2f}", flush=True)
+                return True
+            print(f"    ({what}: {us:.2f})", flush=True)
+            return False
+
         improved = True
         while improved and time.monotonic() < end:
             improved = False
             for what, _ in list(changes(best, mode)):
-                if time.monotonic() > end:
-                    break
                 # The change as it applies to what has been kept since.
                 setting = dict(changes(best, mode)).get(what)
-                if setting is None:
-                    continue
-                us = self.measure(setting, mode)
-                if us < least * _NOISE and (again := self.measure(setting, mode, 15)) < (
-                    least * _NOISE
-                ):
-                    best, least, improved = setting, again, True
-                    print(f"  {what}: {least:.2f}", flush=True)
-                else:
-                    print(f"    ({what}: {us:.2f})", flush=True)
+                if setting is not None and time.monotonic() < end:
+                    improved |= take(what, setting)
+        rng = random.Random(0)
+        while time.monotonic() < end:
+            setting, told = best, []
+            for _ in range(rng.randint(2, 4)):
+                what, setting = rng.choice(list(changes(setting, mode)))
+                told.append(what)
+            take("; ".join(told), setting)
         return best, least
 
 
@@ -256,7 +243,7 @@ def main() -> None:
     args = parser.parse_args()
     copies = Copies.make(ATTENTION_MODELS[args.model], args.kv, args.copies)
     tuner = Tuner(copies, args.rows, args.kv)
-    best, us = tuner.tune(Setting(tuning_of(args.mode)), args.mode, args.seconds)
+    best, us = tuner.tune(tuning_of(args.mode), args.mode, args.seconds)
     print(f"{us:.2f} us: {describe(best)}")
 
 

@@ -94,16 +94,44 @@ MEGAMOE_DEVICE void init(SharedStorage& s) {
     s.stop = 0;
 }
 
-enum class CmpStamp : uint32_t { kEntered, kReady, kStored, kSm, kCount };
+// Stamps of a traced build; the bodies note `kLoaded` and `kSummed` themselves.
 MEGAMOE_DEVICE uint32_t sm_id() {
     uint32_t id;
     asm volatile("mov.u32 %0, %smid;" : "=r"(id));
     return id;
 }
-MEGAMOE_DEVICE void stamp(const CmpParams& p, CmpStamp what) {
-    if (p.stamps)
-        p.stamps[blockIdx.x * uint32_t(CmpStamp::kCount) + uint32_t(what)] =
-            what == CmpStamp::kSm ? sm_id() : ptx::now_ns();
+MEGAMOE_DEVICE void stamp(const CmpParams& p, Stamp what) {
+#ifdef MEGAMOE_ATTENTION_TRACE
+    p.stamps[blockIdx.x * uint32_t(Stamp::kCount) + uint32_t(what)] =
+        what == Stamp::kPublished ? sm_id() : ptx::now_ns();
+#endif
+}
+
+MEGAMOE_DEVICE uint32_t cycles() {
+    uint32_t t;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(t));
+    return t;
+}
+
+// One thread of a CTA without a task.
+MEGAMOE_DEVICE void bring_ahead(const CmpParams& p) {
+    const uint32_t first = (blockIdx.x - p.ctas) * kAheadBytes;
+    const uint32_t step = (gridDim.x - p.ctas) * kAheadBytes;
+    const uint32_t begun = cycles();
+    uint32_t at = first, pause = p.ahead.start;
+#pragma unroll 1
+    for (uint32_t range = 0; range < 2; ++range) {
+#pragma unroll 1
+        for (; at < p.ahead.bytes[range]; at += step, pause += p.ahead.cycles) {
+            while (cycles() - begun < pause) {
+            }
+            asm volatile(
+                "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead.address[range] + at),
+                "r"(kAheadBytes)
+                : "memory");
+        }
+        at -= p.ahead.bytes[range];
+    }
 }
 
 MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t warp) {
@@ -118,7 +146,7 @@ MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t wa
             wait_producers();
             if (ptx::lane() == 0) {
                 if (p.trigger == Trigger::kInputs) ptx::launch_dependents();
-                stamp(p, CmpStamp::kReady);
+                stamp(p, Stamp::kInputsReady);
             }
             if constexpr (kKeys)
                 load_queries<Body>(p, s);
@@ -129,13 +157,19 @@ MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t wa
 }
 
 MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
-    const AttentionParams none{};
+    AttentionParams none{};
+#ifdef MEGAMOE_ATTENTION_TRACE
+    none.trace = p.stamps;
+    none.depth = 1;
+#endif
     const Task t{none, s, s.slot[0], 0, 0};
     if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
-    if (!kHasLoaders && p.stamps) {  // the loader of inputs notes it where there is one
+#ifdef MEGAMOE_ATTENTION_TRACE
+    if (!kHasLoaders) {  // the loader of inputs notes it where there is one
         t.wait_inputs();
-        if (threadIdx.x == 0) stamp(p, CmpStamp::kReady);
+        if (threadIdx.x == 0) stamp(p, Stamp::kInputsReady);
     }
+#endif
     if (p.delay_ns) {
         t.wait_inputs();
         const uint64_t start = ptx::now_ns();
@@ -147,23 +181,35 @@ MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
 
 }  // namespace megamoe::attention
 
-extern "C" __global__ void __launch_bounds__(megamoe::attention::kCmpThreads, MEGAMOE_CMP_CTAS)
-    megamoe_cmp(const __grid_constant__ megamoe::attention::CmpParams p) {
+#ifdef MEGAMOE_CMP_REGISTERS
+#define MEGAMOE_CMP_BOUNDS __maxnreg__(MEGAMOE_CMP_REGISTERS)
+#else
+#define MEGAMOE_CMP_BOUNDS __launch_bounds__(megamoe::attention::kCmpThreads, MEGAMOE_CMP_CTAS)
+#endif
+extern "C" __global__ void MEGAMOE_CMP_BOUNDS
+megamoe_cmp(const __grid_constant__ megamoe::attention::CmpParams p) {
     using namespace megamoe;
     using namespace megamoe::attention;
     extern __shared__ __align__(1024) uint8_t raw[];
     auto& s = *reinterpret_cast<SharedStorage*>(raw);
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (blockIdx.x >= p.ctas) {
+        if (threadIdx.x == 0) {
+            ptx::launch_dependents();
+            bring_ahead(p);
+        }
+        return;
+    }
     if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_ENTRY) ptx::grid_wait();
     if (threadIdx.x == 0) {
         if (p.trigger == Trigger::kEntry) ptx::launch_dependents();
-        stamp(p, CmpStamp::kEntered);
-        stamp(p, CmpStamp::kSm);
+        stamp(p, Stamp::kVisible);
+        stamp(p, Stamp::kPublished);
         init(s);
     }
     if (warp == 1) {
         write_task(p, s.slot[0].inst);
-        if (ptx::lane() == 0) s.slot[0].weight_page = s.slot[0].input_page = 0;
+        if (ptx::lane() == 0) s.slot[0].weight_page = s.slot[0].input_page = s.slot[0].place = 0;
     }
     if (warp == 2 && ptx::lane() < kOperandSlots)
         s.operands[0][ptx::lane()] = p.operands[ptx::lane()];
@@ -177,11 +223,16 @@ extern "C" __global__ void __launch_bounds__(megamoe::attention::kCmpThreads, ME
         run_loader(p, s, warp);
     else
         run_math(p, s);
-    if (p.trigger == Trigger::kStored || p.stamps) {
+#ifdef MEGAMOE_ATTENTION_TRACE
+    constexpr bool kTraced = true;
+#else
+    constexpr bool kTraced = false;
+#endif
+    if (kTraced || p.trigger == Trigger::kStored) {
         __syncthreads();
         if (threadIdx.x == 0) {
             if (p.trigger == Trigger::kStored) ptx::launch_dependents();
-            stamp(p, CmpStamp::kStored);
+            stamp(p, Stamp::kStored);
         }
     }
 }

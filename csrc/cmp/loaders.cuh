@@ -5,14 +5,6 @@
 #include "attention_pre/loaders.cuh"
 #include "cmp/params.cuh"
 
-namespace megamoe::ptx {
-MEGAMOE_DEVICE uint32_t cycles() {
-    uint32_t t;
-    asm volatile("mov.u32 %0, %clock;" : "=r"(t));
-    return t;
-}
-}  // namespace megamoe::ptx
-
 namespace megamoe::attention {
 
 // Weight page `use`, of a task that counts them from 0: waits until math has released it.
@@ -21,54 +13,33 @@ MEGAMOE_DEVICE void wait_free(SharedStorage& s, uint32_t use) {
     if (use >= kWeightPages) wait_always(s.weight_free[page.index], page.phase ^ 1);
 }
 
-// The boxes of weight page `use`, [block][tile]: where each lies in the page, and its place in the
-// matrix.
-template <class S, class Box>
-MEGAMOE_DEVICE void for_boxes(const Instruction& inst, uint32_t use, const Box& box) {
-    constexpr uint32_t kElements = S::kLoads == Loads::kFp8 ? kBlockBytes : kBlockBytes / 2;
-    constexpr uint32_t kTileStep = S::kOpcode == Opcode::kGemmSwiglu ? S::kN : kTileRows;
-    const uint32_t block = use / S::kTiles, tile = use % S::kTiles;
-    const int32_t k = inst.k + block * kElements;
-    if constexpr (S::kLoads == Loads::kBf16ByHead) {  // two boxes of 64 columns x 64 of K
-        const int32_t row = inst.item * S::kK + k, col = inst.col + tile * kTileRows;
-        box(0, col, row);
-        box(kPageBytes / 2, col + 64, row);
-    } else {
-        box(0, k, int32_t(inst.col + tile * kTileStep));
-    }
-}
-
-// One lane: pages first … last - 1. Pages that find no room may go to L2 meanwhile.
+// One lane: pages first … last - 1, [block][tile].
 template <class S>
 MEGAMOE_DEVICE void load_weight_pages(const CmpParams& p, SharedStorage& s, uint32_t first,
                                       uint32_t last) {
     const Instruction& inst = s.slot[0].inst;
-    uint32_t ahead = first + 1, since = ptx::cycles();
+    constexpr uint32_t kElements = S::kLoads == Loads::kFp8 ? kBlockBytes : kBlockBytes / 2;
+    constexpr uint32_t kTileStep = S::kOpcode == Opcode::kGemmSwiglu ? S::kN : kTileRows;
 #pragma unroll 1
     for (uint32_t use = first; use < last; ++use) {
+        const uint32_t block = use / S::kTiles, tile = use % S::kTiles;
         const WeightPage page(use);
         uint64_t& full = s.weight_full[page.index];
-        if (p.ahead_pages > 0 && use >= kWeightPages) {
-            ahead = max(ahead, use + 1);
-            while (!ptx::test_wait(s.weight_free[page.index], page.phase ^ 1)) {
-                if (ahead >= last || ahead - use > p.ahead_pages ||
-                    ptx::cycles() - since < p.ahead_cycles)
-                    continue;
-                for_boxes<S>(inst, ahead++, [&](uint32_t, int32_t x, int32_t y) {
-                    ptx::prefetch_box(p.maps.weights, x, y);
-                });
-                since = ptx::cycles();
-            }
-        }
+        uint8_t* to = s.weights[page.index];
         wait_free(s, use);
         if (use >= p.in_flight) {
             const WeightPage landing(use - p.in_flight);
             wait_always(s.weight_full[landing.index], landing.phase);
         }
         ptx::arrive_expect(full, kPageBytes);
-        for_boxes<S>(inst, use, [&](uint32_t at, int32_t x, int32_t y) {
-            ptx::load_box(s.weights[page.index] + at, p.maps.weights, x, y, full);
-        });
+        const int32_t k = inst.k + block * kElements;
+        if constexpr (S::kLoads == Loads::kBf16ByHead) {  // two boxes of 64 columns x 64 of K
+            const int32_t row = inst.item * S::kK + k, col = inst.col + tile * kTileRows;
+            ptx::load_box(to, p.maps.weights, col, row, full);
+            ptx::load_box(to + kPageBytes / 2, p.maps.weights, col + 64, row, full);
+        } else {
+            ptx::load_box(to, p.maps.weights, k, int32_t(inst.col + tile * kTileStep), full);
+        }
     }
 }
 

@@ -37,6 +37,16 @@ struct TaskGrid {
     uint32_t rope_columns;      // a tile that ends at a multiple is rotated; 0: none
 };
 
+// Weights of later stages: CTAs past the kernel's own bring them to L2, all of them together in
+// order, and store nothing.
+struct Ahead {
+    uint64_t address[2];
+    uint32_t bytes[2];  // multiples of kAheadBytes
+    uint32_t start;     // cycles before the first request of a CTA, and at least between two: a
+    uint32_t cycles;    // backlog would delay all others
+};
+inline constexpr uint32_t kAheadBytes = 16384;
+
 struct CmpParams {
     StageMaps maps;
     uint64_t operands[kOperandSlots];
@@ -45,11 +55,11 @@ struct CmpParams {
     uint32_t num_tokens;
     Trigger trigger;
     const Instruction* table;  // [CTAs], or null: `grid` says it all
-    uint64_t* stamps;          // [CTAs][4]: ns of entry, producers done, stored; the SM. Or null
+    uint64_t* stamps;          // [CTAs][7] ns: see `Stamp`, and the SM as the last. Or null
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
-    uint32_t ahead_pages;      // weight pages that find no room and may go to L2 meanwhile,
-    uint32_t ahead_cycles;     // with a pause between two of them
     uint32_t in_flight;        // weight pages that may be on their way at once
+    uint32_t ctas;             // with tasks
+    Ahead ahead;
 };
 
 // One warp writes its CTA's task.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -28,13 +28,13 @@ from megamoe.cmp.kernels import (
     kernel_shape,
     standalone_kernels,
 )
-from megamoe.cmp.prefetch import Prefetch, PrefetchParams, prefetch_function, prefetch_node
-from megamoe.cmp.tuning import TRIGGERS, TUNING, Tuning
+from megamoe.cmp.tuning import TRIGGERS, TUNING, Ahead, Tuning
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 __all__ = ["BoundCmp", "BoundKernel", "with_wait"]
 
-_STAMPS: Final = 4
+_STAMPS: Final = 7
+_AHEAD_BYTES: Final = 16384
 
 
 class _CmpParams(ctypes.Structure):
@@ -50,10 +50,13 @@ class _CmpParams(ctypes.Structure):
         ("table", ctypes.c_uint64),
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
-        ("ahead_pages", ctypes.c_uint32),
-        ("ahead_cycles", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 44),
+        ("ctas", ctypes.c_uint32),
+        ("ahead_address", ctypes.c_uint64 * 2),
+        ("ahead_bytes", ctypes.c_uint32 * 2),
+        ("ahead_start", ctypes.c_uint32),
+        ("ahead_cycles", ctypes.c_uint32),
+        ("padding", ctypes.c_uint8 * 16),
     )
 
 
@@ -66,23 +69,25 @@ class _Loaded:
 
 
 def _shape(kernel: StandaloneKernel, tuned: Tuning) -> Shape:
-    return kernel_shape(kernel, tuned.weight_pages, tuned.ctas, tuned.at_once)
+    pages, ctas, at_once = tuned.weight_pages, tuned.ctas, tuned.at_once
+    return kernel_shape(kernel, pages, ctas, at_once, tuned.registers)
 
 
-def _compile(kernel: StandaloneKernel, tuned: Tuning) -> None:
+def _compile(kernel: StandaloneKernel, tuned: Tuning, trace: bool) -> None:
     """Into the cache."""
-    compile_kernel(kernel.specialization, kernel.part, _shape(kernel, tuned), wait=tuned.wait)
+    shape = _shape(kernel, tuned)
+    compile_kernel(kernel.specialization, kernel.part, shape, wait=tuned.wait, trace=trace)
 
 
-_LOADED: dict[tuple[int, Specialization, Part, Shape, Wait], _Loaded] = {}
+_LOADED: dict[tuple[int, Specialization, Part, Shape, Wait, bool], _Loaded] = {}
 
 
-def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait) -> _Loaded:
+def _load(kernel: StandaloneKernel, shape: Shape, wait: Wait, trace: bool) -> _Loaded:
     """A compiled kernel on the current device; loaded once."""
-    key = torch.cuda.current_device(), kernel.specialization, kernel.part, shape, wait
+    key = torch.cuda.current_device(), kernel.specialization, kernel.part, shape, wait, trace
     if key not in _LOADED:
         driver = driver_api()
-        cubin = compile_kernel(kernel.specialization, kernel.part, shape, wait=wait)
+        cubin = compile_kernel(kernel.specialization, kernel.part, shape, wait=wait, trace=trace)
         if cubin.constant("megamoe_cmp_param_bytes") != ctypes.sizeof(_CmpParams):
             raise MegaMoeError("the kernel's parameters are not those of megamoe/cmp/bound.py")
         module = Module(cubin.image)
@@ -106,6 +111,7 @@ class BoundKernel:
 
     Attributes:
         kernel: what it is.
+        grid: its CTAs, and those that bring weights to L2.
         function: the driver's handle.
         threads: of a CTA.
         shared_bytes: of a CTA.
@@ -114,6 +120,7 @@ class BoundKernel:
     """
 
     kernel: StandaloneKernel
+    grid: int
     function: Any
     threads: int
     shared_bytes: int
@@ -137,7 +144,6 @@ class BoundCmp:
         like: another one of the same plan and tuning, on other tensors: what does not depend on
             these is taken from it.
         only: names of the kernels to run, where not all.
-        prefetch: nodes beside the kernels that bring weights into L2.
         trace: whether kernels note when their CTAs entered, had their inputs, and ended.
 
     Attributes:
@@ -157,7 +163,6 @@ class BoundCmp:
         tuning: Mapping[str, Tuning] | None = None,
         like: BoundCmp | None = None,
         only: Collection[str] = (),
-        prefetch: Sequence[Prefetch] = (),
         trace: bool = False,
     ) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -186,7 +191,7 @@ class BoundCmp:
         self._stamps: dict[str, Tensor] = {}
         if like is None:
             with ThreadPoolExecutor(8) as pool:  # the compiler runs without Python's lock
-                list(pool.map(lambda k: _compile(k, wanted.get(k.name, Tuning())), parts))
+                list(pool.map(lambda k: _compile(k, wanted.get(k.name, Tuning()), trace), parts))
         for part in parts:
             row = plan.rows.index(part.row)
             maps = bytes(256)
@@ -195,19 +200,6 @@ class BoundCmp:
                 maps = stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
-        for node in prefetch:
-            self._add_prefetch(node)
-
-    def _add_prefetch(self, prefetch: Prefetch) -> None:
-        names = [b.kernel.name for b in self.kernels]
-        if prefetch.after and prefetch.after not in names:
-            raise SpecError(f"no kernel {prefetch.after!r} to prefetch after: {', '.join(names)}")
-        _, function = prefetch_function(self.device.index)
-        params = PrefetchParams.of(prefetch, self._tensors)
-        node = prefetch_node(self.device)
-        if prefetch.after:
-            self.edges = (*self.edges, (names.index(prefetch.after), len(self.kernels)))
-        self.kernels.append(BoundKernel(node, function, 32, 0, 0, params))
 
     def _bind(
         self,
@@ -217,9 +209,11 @@ class BoundCmp:
         maps: bytes,
         trace: bool,
     ) -> BoundKernel:
-        loaded = _load(part, _shape(part, tuned), tuned.wait)
+        loaded = _load(part, _shape(part, tuned), tuned.wait, trace)
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
-        params.ahead_pages, params.ahead_cycles = tuned.ahead, tuned.ahead_cycles
+        params.ctas = part.ctas
+        if tuned.ahead is not None:
+            self._bring_ahead(params, tuned.ahead)
         pages = _shape(part, tuned).weight_pages
         params.in_flight = min(tuned.in_flight or pages, pages)
         params.maps[:] = maps
@@ -236,9 +230,25 @@ class BoundCmp:
                 part.ctas, _STAMPS, dtype=torch.int64, device=self.device
             )
             params.stamps = self._stamps[part.name].data_ptr()
+        grid = part.ctas + (tuned.ahead.ctas if tuned.ahead else 0)
         return BoundKernel(
-            part, loaded.function, loaded.threads, loaded.shared_bytes, tuned.priority, params
+            part, grid, loaded.function, loaded.threads, loaded.shared_bytes, tuned.priority, params
         )
+
+    def _bring_ahead(self, params: ctypes.Structure, ahead: Ahead) -> None:
+        if len(ahead.weights) > 2:
+            raise SpecError(f"{len(ahead.weights)} weights ahead of a kernel: at most 2")
+        for i, (name, first, end) in enumerate(ahead.weights):
+            if name not in self._tensors:
+                raise SpecError(f"no weight {name!r} to bring to L2")
+            tensor = self._tensors[name]
+            begin, last = (
+                min(int(at * 1e6), tensor.nbytes) // _AHEAD_BYTES * _AHEAD_BYTES
+                for at in (first, end)
+            )
+            params.ahead_address[i] = tensor.data_ptr() + begin
+            params.ahead_bytes[i] = max(last - begin, 0)
+        params.ahead_start, params.ahead_cycles = ahead.start, ahead.cycles
 
     def delay(self, name: str, microseconds: float) -> None:
         """Makes a kernel sleep between its wait and its body, in graphs made from now on.
@@ -246,7 +256,7 @@ class BoundCmp:
         For tests: a consumer that does not wait for it then reads what was there before.
         """
         for bound in self.kernels:
-            if bound.kernel.name == name and isinstance(bound.params, _CmpParams):
+            if bound.kernel.name == name:
                 bound.params.delay_ns = int(microseconds * 1e3)
                 return
         raise SpecError(
@@ -254,14 +264,17 @@ class BoundCmp:
         )
 
     def stamps(self) -> dict[str, NDArray[np.int64]]:
-        """With ``trace``, of the last run, [CTAs, 4]: ns of entry, producers done, end; the SM."""
+        """With ``trace``, ns of the last run, [CTAs, 7].
+
+        Entered, producers done, none, first operands there, main loop done, stored; last the SM.
+        """
         return {name: t.cpu().numpy() for name, t in self._stamps.items()}
 
     def span_us(self) -> float:
         """With ``trace``: from the first CTA's entry to the last one's end, in the last run."""
         stamps = self.stamps().values()
         first = min(int(s[:, 0].min()) for s in stamps)
-        return (max(int(s[:, 2].max()) for s in stamps) - first) / 1e3
+        return (max(int(s[:, 5].max()) for s in stamps) - first) / 1e3
 
 
 def with_wait(tuning: Mapping[str, Tuning], name: str, wait: Wait) -> dict[str, Tuning]:

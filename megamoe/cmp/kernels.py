@@ -22,7 +22,7 @@ from megamoe.attention_pre.grid import partials_name
 from megamoe.attention_pre.passes import RELAY
 from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.stages import Stage
-from megamoe.attention_pre.tiling import Specialization, StageTiles, Tile, Unit
+from megamoe.attention_pre.tiling import Q_BLOCK_ROWS, Specialization, StageTiles, Tile, Unit
 from megamoe.backends.attention import spec_macro
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP
@@ -100,6 +100,7 @@ class Shape:
         weight_pages: of 16 KiB, for weights or keys; 0: the kernel loads nothing through pages.
         input_pages: of 16 KiB, or less where one holds all inputs.
         ctas: that an SM must be able to hold at once: bounds the registers.
+        registers: that a thread may have, instead of what ``ctas`` leaves it.
         at_once: blocks of K that the main loop holds at most before it releases one; of the kernel
             that finishes rows of the first projection, parts that are asked for at once.
     """
@@ -108,6 +109,7 @@ class Shape:
     input_pages: int
     ctas: int
     at_once: int = 4
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -336,9 +338,13 @@ def _agrees(
 
 
 def kernel_shape(
-    kernel: StandaloneKernel, weight_pages: int = 0, ctas: int = 0, at_once: int = 0
+    kernel: StandaloneKernel,
+    weight_pages: int = 0,
+    ctas: int = 0,
+    at_once: int = 0,
+    registers: int = 0,
 ) -> Shape:
-    """Pages, resident CTAs and blocks in flight that suit a kernel; 0 chooses.
+    """Pages, resident CTAs, blocks in flight and registers that suit a kernel; 0 chooses.
 
     Small bands leave room for two CTAs, so that a consumer can begin beside its producer.
     """
@@ -347,10 +353,12 @@ def kernel_shape(
         # A row of the first projection keeps its parts in registers: 168 of them.
         whole_rows = spec.opcode == "qkv_a_final"
         parts = at_once or _PARTS_AT_ONCE
-        return Shape(0, 0, ctas or (1 if whole_rows else 2), parts if whole_rows else 0)
+        shape = Shape(0, 0, ctas or (1 if whole_rows else 2), parts if whole_rows else 0)
+        return replace(shape, registers=registers)
     if spec.opcode == "index_score":
         rows = spec.band * int(dict(spec.shape)["heads"])
-        return Shape(weight_pages or 2, 1, ctas or (1 if rows > 64 else 2))
+        registers = registers if rows <= Q_BLOCK_ROWS else 0
+        return Shape(weight_pages or 2, 1, ctas or (1 if rows > 64 else 2), registers=registers)
     tiles = 2 if spec.opcode == "gemm_swiglu" else -(-spec.block_n // GROUP)
     bf16 = spec.opcode in ("head_gate", "absorb_query")
     blocks = spec.k_tile * (2 if bf16 else 1) // GROUP
@@ -365,11 +373,18 @@ def kernel_shape(
         inputs = -(-held // per_page) + 1
     chosen = weight_pages or min(blocks * tiles, 8, 12 - inputs)
     pages = min(max(chosen, held * tiles), blocks * tiles, _MOST_PAGES - inputs)
-    return Shape(pages, inputs, ctas or 2 if spec.band <= 32 else 1, at_once)
+    if spec.band > 32:  # registers are short
+        return Shape(pages, inputs, 1, at_once)
+    return Shape(pages, inputs, ctas or 2, at_once, registers)
 
 
 def compile_kernel(
-    specialization: Specialization, part: Part, shape: Shape, *, wait: Wait = "late"
+    specialization: Specialization,
+    part: Part,
+    shape: Shape,
+    *,
+    wait: Wait = "late",
+    trace: bool = False,
 ) -> jit.Cubin:
     """One kernel. Needs no GPU.
 
@@ -380,12 +395,13 @@ def compile_kernel(
         wait: where it waits for its producers. ``"late"``: before the first read of what they
             store, weights before; ``"prologue"``: after barriers and descriptors; ``"entry"``:
             first of all; ``"never"``: wrong, planted by tests.
+        trace: whether its CTAs note their times.
     """
-    return jit.compile_cubin("cmp/cmp.cu", kernel_defines(specialization, part, shape, wait))
+    return jit.compile_cubin("cmp/cmp.cu", kernel_defines(specialization, part, shape, wait, trace))
 
 
 def kernel_defines(
-    specialization: Specialization, part: Part, shape: Shape, wait: Wait
+    specialization: Specialization, part: Part, shape: Shape, wait: Wait, trace: bool = False
 ) -> dict[str, int | str]:
     """The macros of ``compile_kernel``."""
     defines: dict[str, int | str] = {
@@ -397,6 +413,10 @@ def kernel_defines(
         "MEGAMOE_CMP_CTAS": shape.ctas,
         "MEGAMOE_CMP_PART": PARTS.index(part),
     }
+    if shape.registers:
+        defines["MEGAMOE_CMP_REGISTERS"] = shape.registers
+    if trace:
+        defines["MEGAMOE_ATTENTION_TRACE"] = 1
     if shape.at_once:
         what = "PARTS" if specialization.opcode == "qkv_a_final" else "BLOCKS"
         defines[f"MEGAMOE_ATTENTION_{what}_AT_ONCE"] = shape.at_once

@@ -9,10 +9,27 @@ from typing import Final, Literal
 from megamoe.cmp.kernels import Wait
 from megamoe.cmp.modes import Mode
 
-__all__ = ["ALONE", "TRIGGERS", "TUNING", "Trigger", "Tuning", "tuning_of"]
+__all__ = ["ALONE", "TRIGGERS", "TUNING", "Ahead", "Trigger", "Tuning", "tuning_of"]
 
 Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
 TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Weights of later stages that a kernel brings to L2, by CTAs beside its own.
+
+    Attributes:
+        weights: (name, first megabyte, end) of at most two matrices, in order.
+        ctas: that ask for them.
+        start: cycles before the first request of a CTA: what the kernel itself reads comes first.
+        cycles: at least, between two requests of a CTA: a backlog would delay all others.
+    """
+
+    weights: tuple[tuple[str, float, float], ...]
+    ctas: int = 116
+    start: int = 0
+    cycles: int = 900
 
 
 @dataclass(frozen=True)
@@ -25,10 +42,10 @@ class Tuning:
         priority: of its blocks among those that could start; 0 is the lowest, -5 the highest.
         weight_pages: of shared memory; 0 chooses.
         ctas: see ``Shape``; 0 chooses.
+        registers: see ``Shape``; 0 leaves them to ``ctas``.
         at_once: see ``Shape``; 0 chooses.
         in_flight: weight pages of a CTA that may be on their way at once; 0: as many as it has.
-        ahead: weight pages that find no room and go to L2 meanwhile.
-        ahead_cycles: at least, between two of them: a backlog would delay all other requests.
+        ahead: what it brings to L2 for later kernels.
         columns: see ``standalone_kernels``; 0 leaves the plan's.
         wait: see ``compile_kernel``.
     """
@@ -37,10 +54,10 @@ class Tuning:
     priority: int = 0
     weight_pages: int = 0
     ctas: int = 0
+    registers: int = 0
     at_once: int = 0
     in_flight: int = 0
-    ahead: int = 0
-    ahead_cycles: int = 900
+    ahead: Ahead | None = None
     columns: int = 0
     wait: Wait = "late"
 

@@ -15,14 +15,13 @@ from launcher.cli import app
 from launcher.cmp_rows import merge_rows
 from launcher.cmp_studies import counter_graph
 from launcher.cmp_trace import records
-from launcher.tune_cmp import Setting, changes
+from launcher.tune_cmp import changes, describe
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition
 from megamoe.attention_pre.tiling import TileConfig, Tiling
 from megamoe.cmp.dag import data_edges
 from megamoe.cmp.kernels import standalone_kernels
-from megamoe.cmp.prefetch import Prefetch
-from megamoe.cmp.tuning import TUNING
+from megamoe.cmp.tuning import TUNING, Ahead, Tuning
 
 
 @pytest.mark.parametrize(
@@ -62,20 +61,26 @@ def test_new_rows_replace_those_of_the_same_shape_alone(tmp_path):
 
 
 def test_a_change_of_the_tuner_changes_one_thing():
-    start = Setting(TUNING, (Prefetch(),))
-    names = ["A0", "B0p", "B0f", "C0", "B1p", "B1f", "D1p", "D1f", "D0", "D2", "E1"]
-    found = dict(changes(start, "branches_pdl"))
+    found = dict(changes(TUNING, "branches_pdl"))
     assert len(found) > 30
     for what, setting in found.items():
-        differ = {n for n in names if setting.tuning.get(n) != start.tuning.get(n)}
-        assert len(differ) + (setting.prefetch != start.prefetch) <= 1, what
+        differ = [n for n in setting if setting[n] != TUNING.get(n)]
+        assert differ == [what.split()[0]], what
+    assert not any("trigger" in what for what in dict(changes(TUNING, "branches")))
+
+
+def test_a_setting_is_told_as_python_reads_it():
+    setting = {**TUNING, "A0": Tuning(ahead=Ahead((("w_uk", 0, 2.5),), start=7))}
+    assert eval(describe(setting)) == setting
 
 
 def test_a_run_is_drawn():
     """Two kernels, the second of which waits for the first; one notes nothing of its wait."""
     stamps = {
-        "A0": np.array([[1000, 0, 3000]], np.int64),
-        "B0p": np.array([[2000, 3500, 6000], [2100, 3600, 7000]], np.int64),
+        "A0": np.array([[1000, 0, 0, 0, 0, 3000, 5]], np.int64),
+        "B0p": np.array(
+            [[2000, 3500, 0, 4000, 5000, 6000, 1], [2100, 3600, 0, 4100, 5500, 7000, 131]], np.int64
+        ),
     }
     made = records(stamps)
     assert made[0].shape == (1, 3, 7)

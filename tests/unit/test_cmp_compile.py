@@ -27,7 +27,6 @@ from megamoe.cmp.kernels import (
     kernel_shape,
     standalone_kernels,
 )
-from megamoe.cmp.prefetch import compile_prefetch
 from megamoe.cmp.tuning import TUNING, Tuning
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS
@@ -236,10 +235,6 @@ def test_tasks_follow_from_the_number():
     for rows in (1, 16, 64, 128, 24):
         tables = [k.name for k in kernels(rows) if k.table is not None]
         assert tables == ["E1"], rows
-
-
-def test_the_prefetch_node_compiles():
-    assert compile_prefetch().resources()["megamoe_prefetch"].spill_stores == 0
 
 
 def test_rows_finished_by_the_last_part_have_no_kernel():
