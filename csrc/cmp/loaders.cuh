@@ -142,13 +142,27 @@ MEGAMOE_DEVICE void load_inputs(const CmpParams& p, SharedStorage& s) {
     }
 }
 
+// The task's queries, and the weight of each beside them.
 template <class S>
 MEGAMOE_DEVICE void load_queries(const CmpParams& p, SharedStorage& s) {
-    if (ptx::lane() != 0) return;
-    ptx::arrive_expect(s.input_full[0], S::kRows * kBlockBytes);
-    ptx::load_box(s.inputs[0], p.maps.inputs, 0, int32_t(s.slot[0].inst.row * S::kPitch),
-                  s.input_full[0]);
-    ptx::arrive(s.input_full[0]);
+    constexpr uint32_t kLoads = ceil_div(uint32_t(S::kRows), 32u);
+    const Instruction& inst = s.slot[0].inst;
+    const uint32_t lane = ptx::lane(), used = inst.rows * S::kHeads;
+    const float* from = reinterpret_cast<const float*>(p.operands[operand::index_score::weights]) +
+                        uint64_t(inst.row) * S::kHeads;
+    float weight[kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i)
+        weight[i] = i * 32 + lane < used ? ptx::load_l2(from + i * 32 + lane) : 0.f;
+    if (lane == 0) {
+        ptx::arrive_expect(s.input_full[0], S::kRows * kBlockBytes);
+        ptx::load_box(s.inputs[0], p.maps.inputs, 0, int32_t(inst.row * S::kPitch),
+                      s.input_full[0]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i)
+        if (i * 32 + lane < S::kRows) s.input_scale[0][i * 32 + lane] = weight[i];
+    arrive_warp(s.input_full[0]);
 }
 
 }  // namespace megamoe::attention
