@@ -130,6 +130,7 @@ class _Body:
             await self.send_next(message)
         else:
             await self.send_next({**message, "more_body": True})
+            self.release()  # what still comes is dropped: it may not shut others out
             await self.linger()
             await self.send_next({"type": "http.response.body", "body": b""})
 

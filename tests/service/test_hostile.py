@@ -217,6 +217,23 @@ def test_an_unread_answer_holds_no_memory_of_the_ranks():
     asyncio.run(main())
 
 
+def test_bodies_announced_without_a_key_keep_nobody_out(make_running):
+    """Refused before the body came: while the client may read why, its room is others'."""
+    running = make_running(api_key="k" * 32, body_budget_bytes=1 << 20, max_body_bytes=1 << 20)
+    body, size = whole_request()
+    headers = {"Inference-Header-Content-Length": str(size), "X-API-Key": "k" * 32}
+    conns = []
+    for _ in range(8):
+        conn = socket.create_connection(("127.0.0.1", running.port), timeout=5)
+        conn.sendall(POST + b"Content-Length: 1000000\r\n\r\n{")
+        assert conn.recv(12) == b"HTTP/1.1 401"
+        conns.append(conn)
+        answer = httpx.post(running.url + INFER, content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    for conn in conns:
+        conn.close()
+
+
 def test_unread_answers_count_as_memory():
     """As long as the answer is on its way, its bytes take room from new bodies."""
 
