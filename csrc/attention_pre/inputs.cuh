@@ -46,66 +46,88 @@ MEGAMOE_DEVICE bool wait_events(const AttentionParams& p, SharedStorage& s, cons
     }
 }
 
-// Blocks of K of the task's tokens, `group` of them to a page, each [tokens][128 bytes]; FP8 scales
-// beside them.
-MEGAMOE_DEVICE void load_input_blocks(const AttentionParams& p, SharedStorage& s, const Slot& slot,
-                                      uint32_t& uses) {
-    namespace slots = operand::qkv_a;
-    const Instruction& inst = slot.inst;
-    const SpecRow& spec = kSpecRows[inst.spec_id];
-    const uint32_t lane = ptx::lane(), group = spec.group(), shift = 31 - __clz(group);
-    const TensorMap& map = p.maps[inst.operand_row].inputs;
-    const bool fp8 = spec.loads == Loads::kFp8;
-    const auto* scales =
-        reinterpret_cast<const float*>(s.operands[inst.operand_row][slots::a_scales]);
-    const uint32_t first_column =
-        inst.k + (spec.loads == Loads::kBf16ByHead ? inst.item * spec.pitch : 0);
-#pragma unroll 1
-    for (uint32_t first = 0, use = slot.input_page; first < spec.blocks; first += group, ++use) {
-        const InputPage page(use);
-        uint64_t& full = s.input_full[page.index];
-        const uint32_t count = min(group, spec.blocks - first);
-        if (!__all_sync(~0u, wait_page(s, s.input_free[page.index], page.phase ^ 1))) return;
-        // Scales are asked for first: a box takes as long as they do.
-        float scale[kTileRows / 32] = {};
-        if (fp8) {
-#pragma unroll
-            for (uint32_t i = 0; i < kTileRows / 32; ++i) {  // neighbours share a line
-                const uint32_t token = (i * 32 + lane) >> shift;
-                const uint32_t block = (i * 32 + lane) & (group - 1);
-                if (token < inst.rows && block < count)
-                    scale[i] = ptx::load_l2(scales + (inst.row + token) * (spec.k / kGroup) +
-                                            inst.k / kGroup + first + block);
-            }
-        }
-        if (lane == 0) ptx::arrive_expect(full, count * spec.rows * kBlockBytes);
-        __syncwarp();
-        if (lane < count)
-            ptx::load_box(s.inputs[page.index] + lane * spec.rows * kBlockBytes, map,
-                          int32_t(first_column + (first + lane) * spec.elements()),
-                          int32_t(inst.row), full);
-        if (fp8) {
-#pragma unroll
-            for (uint32_t i = 0; i < kTileRows / 32; ++i) {
-                const uint32_t token = (i * 32 + lane) >> shift;
-                const uint32_t block = (i * 32 + lane) & (group - 1);
-                s.input_scale[page.index][block * spec.rows + token] = scale[i];
-            }
-        }
-        arrive_warp(full);
-        uses = use + 1;
-    }
-}
+// Blocks of K of the task's tokens, `group` of them to a page, each [tokens][128 bytes], FP8 scales
+// beside them. Everything that does not depend on the events is worked out before they are waited
+// for.
+struct InputBlocks {
+    const TensorMap* map;
+    const float* scales;    // this lane's first; null where there are none
+    uint32_t stride;        // floats to the lane's next token
+    uint32_t token, block;  // of the lane's first scale in a page
+    uint32_t step, last;    // to its next token; tokens that exist
+    uint32_t rows, row, blocks, group, use;
+    uint32_t column;  // block of the matrix
 
+    MEGAMOE_DEVICE InputBlocks(const AttentionParams& p, const SharedStorage& s, const Slot& slot) {
+        namespace slots = operand::qkv_a;
+        const Instruction& inst = slot.inst;
+        const SpecRow& spec = kSpecRows[inst.spec_id];
+        map = &p.maps[inst.operand_row].inputs;
+        group = spec.group();
+        const uint32_t shift = 31 - __clz(group), groups = spec.k / kGroup;
+        blocks = spec.blocks;
+        rows = spec.rows;
+        row = inst.row;
+        last = inst.rows;
+        use = slot.input_page;
+        column = (inst.k + (spec.loads == Loads::kBf16ByHead ? inst.item * spec.pitch : 0)) /
+                 spec.elements();
+        token = ptx::lane() >> shift;
+        block = ptx::lane() & (group - 1);
+        step = 32 >> shift;
+        stride = groups * step;
+        scales = nullptr;
+        if (spec.loads == Loads::kFp8)
+            scales = reinterpret_cast<const float*>(s.operands[inst.operand_row][slots::a_scales]) +
+                     (row + token) * groups + inst.k / kGroup + block;
+    }
+
+    MEGAMOE_DEVICE void load(SharedStorage& s, uint32_t& uses) {
+        const uint32_t box = min(group, blocks) * rows * kBlockBytes;
+#pragma unroll 1
+        for (uint32_t first = 0; first < blocks; first += group, ++use) {
+            const InputPage page(use);
+            uint64_t& full = s.input_full[page.index];
+            if (!__all_sync(~0u, wait_page(s, s.input_free[page.index], page.phase ^ 1))) return;
+            if (ptx::lane() == 0) {  // a last box may reach beyond the task's blocks
+                ptx::arrive_expect(full, box);
+                ptx::load_box(s.inputs[page.index], *map, 0, int32_t(row), int32_t(column + first),
+                              full);
+            }
+            if (scales) {
+                const bool mine = block < blocks - first;
+                float scale[kTileRows / 32] = {};
+#pragma unroll
+                for (uint32_t i = 0; i < kTileRows / 32; ++i)  // neighbours share a line
+                    if (token + i * step < last && mine)
+                        scale[i] = ptx::load_l2(scales + i * stride + first);
+#pragma unroll
+                for (uint32_t i = 0; i < kTileRows / 32; ++i)
+                    s.input_scale[page.index][block * rows + token + i * step] = scale[i];
+            }
+            arrive_warp(full);
+            uses = use + 1;
+        }
+    }
+};
+
+// Queries of scores, and their weights where scales of other inputs are.
 MEGAMOE_DEVICE void load_queries(const AttentionParams& p, SharedStorage& s, const Slot& slot,
                                  uint32_t& uses) {
     const Instruction& inst = slot.inst;
     const SpecRow& spec = kSpecRows[inst.spec_id];
+    const uint32_t weights = inst.rows * spec.pitch * 4;  // of a query each, FP32
     const InputPage page(slot.input_page);
     uint64_t& full = s.input_full[page.index];
     if (!__all_sync(~0u, wait_page(s, s.input_free[page.index], page.phase ^ 1))) return;
     if (ptx::lane() == 0) {
-        ptx::arrive_expect(full, spec.rows * kBlockBytes);
+        ptx::fence_proxy_async();  // scales of other inputs were ordinary stores
+        ptx::arrive_expect(full, spec.rows * kBlockBytes + weights);
+        ptx::bulk_load(s.input_scale[page.index],
+                       reinterpret_cast<const float*>(
+                           s.operands[inst.operand_row][operand::index_score::weights]) +
+                           inst.row * spec.pitch,
+                       weights, full);
         ptx::load_box(s.inputs[page.index], p.maps[inst.operand_row].inputs, 0,
                       int32_t(inst.row * spec.pitch), full);
         ptx::arrive(full);
@@ -123,6 +145,7 @@ MEGAMOE_DEVICE void run_input_loader(const AttentionParams& p, SharedStorage& s)
         wait_always(s.instruction_arrived[at.slot], at.phase);
         const Slot& slot = s.slot[at.slot];
         if (slot.inst.opcode == kExit) break;
+        InputBlocks blocks(p, s, slot);
         const bool go = !__any_sync(~0u, stopped(s)) && wait_events(p, s, slot);
         __syncwarp();
         ptx::fence_proxy_async_global();  // what the events announce was stored by ordinary stores
@@ -133,7 +156,7 @@ MEGAMOE_DEVICE void run_input_loader(const AttentionParams& p, SharedStorage& s)
             if (loads == Loads::kKeys)
                 load_queries(p, s, slot, uses);
             else if (loads != Loads::kNone)
-                load_input_blocks(p, s, slot, uses);
+                blocks.load(s, uses);
         }
         arrive_warp(s.instruction_finished[at.slot]);
     }

@@ -20,16 +20,37 @@ namespace megamoe::attention {
 template <class S>
 MEGAMOE_DEVICE void run_body(const Task& t) {
     if constexpr (S::kOpcode == Opcode::kNormQuant) norm_quant<S>(t);
-    if constexpr (S::kOpcode == Opcode::kQkvA) qkv_a<S>(t);
+    if constexpr (S::kOpcode == Opcode::kQkvA && !S::kPartial) qkv_a<S>(t);
     if constexpr (S::kOpcode == Opcode::kQkvAFinal) qkv_a_final<S>(t);
     if constexpr (S::kOpcode == Opcode::kHeadGate) head_gate<S>(t);
-    if constexpr (S::kOpcode == Opcode::kIndexKey) index_key<S>(t);
-    if constexpr (S::kOpcode == Opcode::kIndexQuery) index_query<S>(t);
+    if constexpr (S::kOpcode == Opcode::kIndexKey && !S::kPartial) index_key<S>(t);
+    if constexpr (S::kOpcode == Opcode::kIndexKeyFinal) index_key_final<S>(t);
+    if constexpr (S::kOpcode == Opcode::kIndexQuery && !S::kPartial) index_query<S>(t);
+    if constexpr (S::kOpcode == Opcode::kIndexQueryFinal) index_query_final<S>(t);
     if constexpr (S::kOpcode == Opcode::kMainQuery) main_query<S>(t);
     if constexpr (S::kOpcode == Opcode::kAbsorbQuery) absorb_query<S>(t);
     if constexpr (S::kOpcode == Opcode::kIndexScore) index_score<S>(t);
     if constexpr (S::kOpcode == Opcode::kGemmSwiglu) gemm_swiglu<S>(t);
     if constexpr (S::kOpcode == Opcode::kGemmStore) gemm_store<S>(t);
+}
+
+template <int N>
+MEGAMOE_HD constexpr bool has_partial() {
+    bool any = false;
+#define X(id, ...) any = any || (Spec<id>::kPartial && Spec<id>::kBand == N);
+    MEGAMOE_ATTENTION_SPECS
+#undef X
+    return any;
+}
+// One body for all opcodes and shapes.
+template <int... kBands>
+MEGAMOE_DEVICE void run_partial(const Task& t, const SpecRow& spec) {
+    (
+        [&] {
+            if constexpr (has_partial<kBands>())
+                if (spec.rows == kBands) partial_gemm<kBands>(t, spec.n, spec.blocks);
+        }(),
+        ...);
 }
 
 MEGAMOE_DEVICE void run_math(const AttentionParams& p, SharedStorage& s) {
@@ -43,16 +64,20 @@ MEGAMOE_DEVICE void run_math(const AttentionParams& p, SharedStorage& s) {
         if (opcode == uint32_t(Opcode::kNoOp)) {
             t.wait_inputs();
         } else {
-            switch (__shfl_sync(~0u, t.inst().spec_id, 0)) {
+            const uint32_t spec_id = __shfl_sync(~0u, t.inst().spec_id, 0);
+            if (kSpecRows[spec_id].partial)
+                run_partial<8, 16, 32, 64, 128>(t, kSpecRows[spec_id]);
+            else
+                switch (spec_id) {
 #define X(id, ...)             \
     case id:                   \
         run_body<Spec<id>>(t); \
         break;
-                MEGAMOE_ATTENTION_SPECS
+                    MEGAMOE_ATTENTION_SPECS
 #undef X
-                default:
-                    __trap();
-            }
+                    default:
+                        __trap();
+                }
         }
         t.stamp(Stamp::kStored);
         arrive_warp(s.tile_done[at.slot]);

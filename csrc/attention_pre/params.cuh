@@ -61,6 +61,7 @@ struct SpecRow {
     uint32_t tiles;   // weight pages per block: sub-tiles of 128 columns
     uint32_t n, k;    // of the whole matrix
     uint32_t pitch;   // absorb_query: input columns of a head; scores: query rows of a token
+    bool partial;     // an FP8 GEMM whose sums others finish: the same body for all opcodes
 
     // Blocks that share an input page, and elements of K in a block.
     MEGAMOE_HD constexpr uint32_t group() const { return kTileRows / rows; }
@@ -84,28 +85,31 @@ struct SpecRow {
 
 template <int kId>
 struct Spec;
-// X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, eps, factor)
-#define X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, eps, \
-          factor)                                                                               \
-    template <>                                                                                 \
-    struct Spec<id> {                                                                           \
-        static constexpr Opcode kOpcode = Opcode::opcode;                                       \
-        static constexpr Loads kLoads = loads_of(kOpcode);                                      \
-        static constexpr int kBand = band, kN = n, kK = k, kHeads = heads, kHeadDim = head_dim; \
-        static constexpr int kRope = rope, kQLora = q_lora, kKvLora = kv_lora;                  \
-        static constexpr float kEps = eps, kFactor = factor;                                    \
-        static constexpr int kBlocks = k_tile * (kLoads == Loads::kFp8 ? 1 : 2) / kBlockBytes;  \
-        static constexpr int kTiles =                                                           \
-            kOpcode == Opcode::kGemmSwiglu ? 2 : ceil_div(block_n, kTileRows);                  \
-        static constexpr int kRows = kLoads == Loads::kKeys ? band * heads : band;              \
-        static constexpr int kPitch = kLoads == Loads::kKeys ? heads : head_dim;                \
+// X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, apart, eps,
+//   factor)
+#define X(id, opcode, band, n, k, block_n, k_tile, heads, head_dim, rope, q_lora, kv_lora, apart, \
+          eps, factor)                                                                            \
+    template <>                                                                                   \
+    struct Spec<id> {                                                                             \
+        static constexpr Opcode kOpcode = Opcode::opcode;                                         \
+        static constexpr Loads kLoads = loads_of(kOpcode);                                        \
+        static constexpr int kBand = band, kN = n, kK = k, kHeads = heads, kHeadDim = head_dim;   \
+        static constexpr int kRope = rope, kQLora = q_lora, kKvLora = kv_lora;                    \
+        static constexpr float kEps = eps, kFactor = factor;                                      \
+        static constexpr int kParts = k / k_tile;                                                 \
+        static constexpr bool kPartial = apart;                                                   \
+        static constexpr int kBlocks = k_tile * (kLoads == Loads::kFp8 ? 1 : 2) / kBlockBytes;    \
+        static constexpr int kTiles =                                                             \
+            kOpcode == Opcode::kGemmSwiglu ? 2 : ceil_div(block_n, kTileRows);                    \
+        static constexpr int kRows = kLoads == Loads::kKeys ? band * heads : band;                \
+        static constexpr int kPitch = kLoads == Loads::kKeys ? heads : head_dim;                  \
     };
 MEGAMOE_ATTENTION_SPECS
 #undef X
 
 #define X(id, ...)                                                           \
     {Spec<id>::kLoads, Spec<id>::kRows, Spec<id>::kBlocks, Spec<id>::kTiles, \
-     Spec<id>::kN,     Spec<id>::kK,    Spec<id>::kPitch},
+     Spec<id>::kN,     Spec<id>::kK,    Spec<id>::kPitch,  Spec<id>::kPartial},
 __constant__ const SpecRow kSpecRows[] = {MEGAMOE_ATTENTION_SPECS};
 #undef X
 

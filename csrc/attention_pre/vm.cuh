@@ -78,8 +78,10 @@ struct SharedStorage {
     static constexpr bool kKeys = Body::kLoads == Loads::kKeys;
     static constexpr uint32_t kOnlyInputs =
         ceil_div(Body::kBlocks * Body::kRows * kBlockBytes, 1024u) * 1024;
-    static constexpr uint32_t kInputBytes =
-        !kPaged ? 16 : kInputPages > 1 || kOnlyInputs > kPageBytes ? kPageBytes : kOnlyInputs;
+    static constexpr uint32_t kInputBytes = !kPaged ? 16
+                                            : kInputPages > 1 || kOnlyInputs > kPageBytes
+                                                ? kPageBytes
+                                                : kOnlyInputs;
     union {
         alignas(1024) uint8_t weights[kWeightPages][kPaged ? kPageBytes : 16];
         float gather[kChunkTokens][kPitch];

@@ -17,6 +17,16 @@ MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int3
         : "memory");
 }
 
+// A 3D box.
+MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int32_t y, int32_t z,
+                             uint64_t& bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
 // A box into L2 alone.
 MEGAMOE_DEVICE void prefetch_box(const TensorMap& map, int32_t x, int32_t y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x),

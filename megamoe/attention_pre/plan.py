@@ -29,7 +29,14 @@ from megamoe.attention_pre.schedule import CostModel, QueueKind, Queues, schedul
 from megamoe.attention_pre.stages import StageGraph, partition
 from megamoe.attention_pre.task_graph import POLICIES, Policy, build_task_graph
 from megamoe.attention_pre.tilers import tile_graph
-from megamoe.attention_pre.tiling import Batch, Specialization, StageTiles, TileConfig, choose_tiles
+from megamoe.attention_pre.tiling import (
+    Batch,
+    Finish,
+    Specialization,
+    StageTiles,
+    TileConfig,
+    choose_tiles,
+)
 
 __all__ = ["Buffer", "KernelPlan", "Planner", "summarize"]
 
@@ -126,7 +133,7 @@ class Planner:
         scope: Scope = "port",
         policies: Mapping[tuple[str, str], Policy] = POLICIES,
         cost: CostModel | None = None,
-        final: Literal["last", "rows"] = "rows",
+        final: Finish = "all",
         keep: int = 64,
     ) -> None:
         self.graph = partition(graph) if isinstance(graph, OpGraph) else graph
@@ -136,7 +143,7 @@ class Planner:
         self._scope: Scope = scope
         self._policies = policies
         self._cost = cost or CostModel()
-        self._final: Literal["last", "rows"] = final
+        self._final: Finish = final
         self._keep = keep
         self._plans: OrderedDict[Batch, KernelPlan] = OrderedDict()
         self._specializations: dict[Specialization, int] = {}

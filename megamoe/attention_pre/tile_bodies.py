@@ -175,6 +175,15 @@ def _reduced(finish: Callable[[Task, Tensor], None]) -> Body:
     return main, last
 
 
+def _finish(finish: Callable[[Task, Tensor], None]) -> Callable[[Task], None]:
+    """A task that sums the parts of others."""
+
+    def main(t: Task) -> None:
+        finish(t, _sum_parts(t, "partials", t.field("parts"), _cols(t)))
+
+    return main
+
+
 def _rotate_first(t: Task, x: Tensor) -> Tensor:
     """Rotates the first columns of an index head."""
     r = int(t.shape["rope"])
@@ -268,7 +277,9 @@ BODIES: Final[Mapping[str, Body]] = {
     "qkv_a_final": (_qkv_a_rows, None),
     "head_gate": (_head_gate, None),
     "index_key": _reduced(_index_key),
+    "index_key_final": (_finish(_index_key), None),
     "index_query": _reduced(_index_query),
+    "index_query_final": (_finish(_index_query), None),
     "main_query": (_main_query, None),
     "absorb_query": (_absorb_query, None),
     "index_score": (_index_score, None),

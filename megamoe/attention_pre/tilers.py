@@ -67,7 +67,8 @@ def _qkv_a(t: Tiler) -> list[StageTiles]:
     parts = t.tiling.split_k
     blocks = list(t.blocks(n, k, parts))
     tiles = [t.fp8_tile(block, (t.partial(block),)) for block in blocks]
-    gemm = t.specialization(n, k, k // parts, shape)
+    apart = {"apart": 0 if t.tiling.final == "last" else 1}
+    gemm = t.specialization(n, k, k // parts, {**shape, **apart})
     buffers = (t.partials(n, parts),)
 
     def finished(rows: tuple[int, int]) -> tuple[Region, ...]:
@@ -133,10 +134,16 @@ def _reduced(
     reads: Callable[[Block], tuple[Region, ...]],
     shape: Mapping[str, float],
     flags: frozenset[str] = frozenset(),
+    final: str = "",
 ) -> list[StageTiles]:
-    """A split-K FP8 GEMM whose last part to arrive finishes the output tile."""
+    """A split-K FP8 GEMM.
+
+    The last part to arrive finishes the output tile, or a task of the opcode ``final`` does.
+    """
     n, k = t.sizes("w")
     parts = t.tiling.split_k
+    if final and t.tiling.final == "all" and parts > 1:
+        return _finished_apart(t, finished, fields, reads, shape, final)
     tiles: list[Tile] = []
     units: list[Unit] = []
     for block in t.blocks(n, k, parts):
@@ -149,6 +156,40 @@ def _reduced(
             units.append(Unit(members, finished(block), 1, size if parts > 1 else 0))
     buffers = (t.partials(n, parts),) if parts > 1 else ()
     return [t.done(t.specialization(n, k, k // parts, shape), tiles, units, buffers)]
+
+
+def _finished_apart(
+    t: Tiler,
+    finished: Callable[[Block], tuple[Region, ...]],
+    fields: Callable[[Block], dict[str, int]],
+    reads: Callable[[Block], tuple[Region, ...]],
+    shape: Mapping[str, float],
+    opcode: str,
+) -> list[StageTiles]:
+    """A split-K FP8 GEMM, and tasks that sum and finish its output tiles."""
+    n, k = t.sizes("w")
+    parts = t.tiling.split_k
+    tiles, finals = [], []
+    for block in t.blocks(n, k, parts):
+        tiles.append(t.fp8_tile(block, (t.partial(block),), more=fields(block)))
+        if block.part[0] != parts - 1:
+            continue
+        size = (block.rows[1] - block.rows[0]) * (block.cols[1] - block.cols[0])
+        finals.append(
+            t.tile(
+                {**block.fields, **fields(block)},
+                (Region(t.partials_name, (block.rows, block.cols)), *reads(block)),
+                finished(block),
+                input_bytes=4 * size * parts,
+                output_bytes=size,
+            )
+        )
+    gemm = t.specialization(n, k, k // parts, {**shape, "apart": 1})
+    final = t.specialization(n, k, k // parts, shape, opcode=opcode)
+    return [
+        t.done(gemm, tiles, None, (t.partials(n, parts),)),
+        t.done(final, finals, name=f"{t.stage.name}.final"),
+    ]
 
 
 def _index_key(t: Tiler) -> list[StageTiles]:
@@ -166,7 +207,9 @@ def _index_key(t: Tiler) -> list[StageTiles]:
 
     rope = t.graph.tensors[t.stage.operands["rope"]].shape[1]
     assert isinstance(rope, int)
-    return _reduced(t, finished, lambda _: {}, lambda _: (), {"rope": rope})
+    return _reduced(
+        t, finished, lambda _: {}, lambda _: (), {"rope": rope}, final="index_key_final"
+    )
 
 
 def _index_query(t: Tiler) -> list[StageTiles]:
@@ -193,7 +236,8 @@ def _index_query(t: Tiler) -> list[StageTiles]:
 
     rope = t.graph.tensors[t.stage.operands["rope"]].shape[1]
     assert isinstance(rope, int)
-    return _reduced(t, finished, fields, reads, {"heads": heads, "rope": rope})
+    shape = {"heads": heads, "rope": rope}
+    return _reduced(t, finished, fields, reads, shape, final="index_query_final")
 
 
 def _main_query(t: Tiler) -> list[StageTiles]:

@@ -19,6 +19,7 @@ __all__ = [
     "KV_TILE",
     "M_BANDS",
     "Batch",
+    "Finish",
     "Specialization",
     "StageTiles",
     "Tile",
@@ -30,6 +31,7 @@ __all__ = [
     "seed_tiles",
 ]
 
+Finish = Literal["last", "rows", "all"]
 KV_TILE: Final = 256
 """Keys of one index-score step: four pages."""
 M_BANDS: Final = (8, 16, 32, 64, 128)
@@ -119,14 +121,14 @@ class Tiling:
         block_n: output columns of a task.
         split_k: tasks that share the K of one output tile.
         kv_tiles: key tiles of an index-score task.
-        final: who finishes a row that needs every column (``qkv_a``): the last part to arrive, or
-            a task per row.
+        final: who finishes what needs every part: the last part to arrive, or tasks of their own:
+            of rows that need every column (``qkv_a``: a task per row), or of all sums.
     """
 
     block_n: int = GROUP
     split_k: int = 1
     kv_tiles: int = 1
-    final: Literal["last", "rows"] = "last"
+    final: Finish = "last"
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _split(k: int, tiles: int, workers: int, least: int = MIN_SPLIT_K) -> int:
 
 
 def choose_tiles(
-    graph: StageGraph, batch: Batch, num_workers: int, *, final: Literal["last", "rows"] = "rows"
+    graph: StageGraph, batch: Batch, num_workers: int, *, final: Finish = "all"
 ) -> TileConfig:
     """Cuts every stage into at most one wave of ``num_workers`` tasks where its body allows.
 

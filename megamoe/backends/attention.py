@@ -42,6 +42,7 @@ _MAX_TILES: Final = 2
 _MAX_OPERAND_ROWS: Final = 16
 _FAULT_WORDS: Final = 7
 _STAMPS: Final = 7
+_NO_PAGES: Final = ("norm_quant", "qkv_a_final", "index_key_final", "index_query_final")
 IN_FLIGHT: Final = 4
 """64 KiB per SM saturate the memory; with ten pages a call takes 1–3 % longer."""
 AHEAD_PAGES: Final = 24
@@ -89,7 +90,7 @@ def _refuse(spec: Specialization) -> str:
         if heads % 8 or spec.band * heads not in (8, 16, 32, 64, 128):
             return f"{heads} index heads: must be 8, 16, 32, 64 or 128"
         return ""
-    if spec.opcode in ("norm_quant", "qkv_a_final"):
+    if spec.opcode in _NO_PAGES:
         return ""
     if spec.band > _MAX_BAND:
         return f"bands of {spec.band} tokens: at most {_MAX_BAND}"
@@ -113,7 +114,7 @@ def spec_macro(specs: Sequence[Specialization]) -> str:
         shape = dict(spec.shape)
         opcode = "k" + "".join(part.capitalize() for part in spec.opcode.split("_"))
         sizes = [spec.band, spec.n, spec.k, spec.block_n, spec.k_tile]
-        names = ("heads", "head_dim", "rope", "q_lora", "kv_lora")
+        names = ("heads", "head_dim", "rope", "q_lora", "kv_lora", "apart")
         sizes += [int(shape.get(name, 0)) for name in names]
         eps = float(shape.get("rmsnorm_eps", shape.get("layernorm_eps", 0)))
         factor = float(shape.get("fold_factor", 0))
@@ -316,7 +317,7 @@ class BoundPlan:
             slots = self.encoded.operand_slots[index]
             names = {slot: name for name, slot in self._fmt.operands[row.opcode].items()}
             operands = {names[slot]: tensors[buffer] for slot, buffer in slots.items()}
-            maps[index] = np.frombuffer(stage_maps(row, operands), np.uint8)
+            maps[index] = np.frombuffer(stage_maps(row, operands, whole_pages=True), np.uint8)
         self._operands.copy_(torch.from_numpy(table.view(np.int64)))
         self._maps.copy_(torch.from_numpy(maps))
         self._tensors = dict(tensors)  # kept alive

@@ -17,7 +17,7 @@ from torch import Tensor
 from megamoe.attention_pre.encode import EncodedPlan, instruction_format
 from megamoe.attention_pre.plan import Buffer
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.backends.cuda_driver import tensor_map
+from megamoe.backends.cuda_driver import block_map, tensor_map
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
 
@@ -86,7 +86,7 @@ def mapped_rows(encoded: EncodedPlan) -> dict[int, MappedRow]:
     for row, number, spec_id in np.unique(words[:, columns], axis=0).tolist():
         opcode = fmt.opcode_name(number)
         assert opcode is not None
-        if opcode in ("no_op", "norm_quant", "qkv_a_final"):
+        if opcode in ("no_op", "norm_quant", "qkv_a_final", "index_key_final", "index_query_final"):
             continue
         if row in rows:
             raise SpecError(f"operand row {row} has two specialisations: give them a row each")
@@ -94,14 +94,29 @@ def mapped_rows(encoded: EncodedPlan) -> dict[int, MappedRow]:
     return rows
 
 
-def stage_maps(row: MappedRow, operands: Mapping[str, Tensor]) -> bytes:
+def stage_maps(
+    row: MappedRow, operands: Mapping[str, Tensor], *, whole_pages: bool = False
+) -> bytes:
     """``StageMaps`` of csrc/attention_pre: the maps of inputs and of weights, 128 bytes each.
 
     Args:
         row: how the operands are read.
         operands: by role of the opcode.
+        whole_pages: whether a box of inputs is a page, blocks of K one after another (the
+            megakernel), or one block.
     """
     band = row.spec.band
+    if whole_pages and row.opcode != "index_score":
+        a = operands["a"]
+        blocks = row.spec.k_tile * a.element_size() // GROUP
+        inputs = block_map(
+            a.data_ptr(),
+            columns=a[0].numel(),
+            rows=a.shape[0],
+            box=(band, min(GROUP // band, blocks)),
+            element_bytes=a.element_size(),
+        )
+        return inputs + stage_maps(row, operands)[len(inputs) :]
 
     def matrix(name: str, box: tuple[int, int]) -> bytes:
         """Rows of a matrix; leading dimensions are rows, too."""

@@ -13,6 +13,7 @@ from megamoe.errors import BackendUnavailable, MegaMoeError
 __all__ = [
     "Kernel",
     "Module",
+    "block_map",
     "check",
     "copy_from_device",
     "copy_to_device",
@@ -145,6 +146,35 @@ def tensor_map(
     element_bytes: int,
 ) -> bytes:
     """A 2D map of contiguous rows, boxes of ``(columns, rows)``, 128-byte swizzle: 128 bytes."""
+    pitch = columns * element_bytes
+    return _tensor_map(address, (columns, rows), (pitch,), box, element_bytes)
+
+
+def block_map(
+    address: int, *, columns: int, rows: int, box: tuple[int, int], element_bytes: int
+) -> bytes:
+    """A 3D map of contiguous rows as blocks of 128 bytes: (element, row, block of the row).
+
+    Args:
+        address: of the first element.
+        columns: elements of a row, whole blocks.
+        rows: of the matrix.
+        box: rows and blocks of a box, which lands block by block, 128-byte swizzle.
+        element_bytes: 1 or 2.
+    """
+    block = 128 // element_bytes
+    sizes = (block, rows, columns // block)
+    return _tensor_map(address, sizes, (columns * element_bytes, 128), (block, *box), element_bytes)
+
+
+def _tensor_map(
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    element_bytes: int,
+) -> bytes:
+    """``strides`` in bytes, without the first dimension's."""
     driver = driver_api()
     kind = driver.CUtensorMapDataType
     dtype = {
@@ -154,18 +184,18 @@ def tensor_map(
     encoded = check(
         driver.cuTensorMapEncodeTiled(
             dtype,
-            2,
+            len(sizes),
             address,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * element_bytes)],
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
             [driver.cuuint32_t(b) for b in box],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
-        f"a tensor map of {rows} rows of {columns}",
+        f"a tensor map of {sizes}",
     )
     return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)
 

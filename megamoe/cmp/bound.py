@@ -138,7 +138,7 @@ class BoundCmp:
     """A plan as standalone kernels on one set of tensors.
 
     Args:
-        plan: made with ``final="rows"``.
+        plan: made with ``final="rows"`` or ``"all"``.
         tensors: every buffer that the plan names, on the current device.
         tuning: by kernel name; the others take ``TUNING``'s.
         like: another one of the same plan and tuning, on other tensors: what does not depend on

@@ -147,7 +147,7 @@ def standalone_kernels(
     """The plan's stages as kernels, in an order in which each follows its producers.
 
     Args:
-        plan: made with ``final="rows"``.
+        plan: made with ``final="rows"`` or ``"all"``.
         columns: by stage, the most that a CTA of ``absorb_query`` computes; the plan's tiles
             otherwise. Small CTAs find room sooner.
 
@@ -194,13 +194,18 @@ def _kernels_of(
 ) -> list[StandaloneKernel]:
     made = {t for s in plan.stage_graph.stages for t in s.writes}
     reads = [t for t in stage.reads if t in made]
-    late = {stage.operands[role] for role in _FINISHER_READS.get(tiled.opcode, ())}
+    late = {stage.operands[role] for role in _FINISHER_READS.get(stage.opcode, ())}
     parts = partials_name(stage)
     rows = plan.batch.rows
-    if tiled.name != stage.name:  # rows finished by tasks of their own
-        kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
-        return [replace(kernel, name=f"{stage.name}f", reads=(parts,), writes=stage.writes)]
-    if len(tiled.units) == len(tiled.tiles) and tiled.opcode != "qkv_a":
+    finals = (parts, *(t for t in reads if t in late))
+    if tiled.name != stage.name:  # finished by tasks of their own
+        if tiled.opcode == "qkv_a_final":
+            kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
+        else:
+            kernel = _final(fmt, tiled, stage, tiled.tiles, rows)
+        return [replace(kernel, name=f"{stage.name}f", reads=finals, writes=stage.writes)]
+    apart = bool(dict(tiled.specialization.shape).get("apart"))
+    if len(tiled.units) == len(tiled.tiles) and not apart:
         kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
         return [replace(kernel, reads=tuple(reads), writes=stage.writes)]
     first = _kernel(fmt, tiled, stage, tiled.tiles, "partial", rows)
@@ -210,16 +215,22 @@ def _kernels_of(
         reads=tuple(t for t in reads if t not in late),
         writes=(parts,),
     )
-    if tiled.opcode == "qkv_a":
+    if apart:
         return [first]
     # A task per output tile and 16 rows, from the last part's record.
-    spec = replace(tiled.specialization, band=min(_FINAL_ROWS, tiled.specialization.band))
     tiles = [tiled.tiles[unit.tiles[-1]] for unit in tiled.units]
-    second = _kernel(
-        fmt, replace(tiled, specialization=spec), stage, _by_rows(tiles, spec.band), "final", rows
-    )
-    finals = (parts, *(t for t in reads if t in late))
+    second = _final(fmt, tiled, stage, tiles, rows)
     return [first, replace(second, name=f"{stage.name}f", reads=finals, writes=stage.writes)]
+
+
+def _final(
+    fmt: InstructionFormat, tiled: StageTiles, stage: Stage, tiles: Sequence[Tile], rows: int
+) -> StandaloneKernel:
+    """The kernel that sums and finishes the parts of ``tiles``, one of each output tile."""
+    spec = tiled.specialization
+    spec = replace(spec, opcode=stage.opcode, band=min(_FINAL_ROWS, spec.band))
+    final = replace(tiled, name=stage.name, opcode=stage.opcode, specialization=spec)
+    return _kernel(fmt, final, stage, _by_rows(tiles, spec.band), "final", rows)
 
 
 def _by_rows(tiles: Sequence[Tile], band: int) -> tuple[Tile, ...]:

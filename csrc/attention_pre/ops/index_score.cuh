@@ -14,19 +14,6 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
     SharedStorage& s = t.s;
     const Instruction& inst = t.inst();
     const uint32_t lane = ptx::lane(), quad = lane & 3;
-    t.wait_inputs();
-
-    // Weights of this thread's queries: columns j * 8 + quad * 2 and the next.
-    float2 weight[N / 8];
-#pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-        const uint32_t token = j / kHeadBlocks, head = j % kHeadBlocks * 8 + quad * 2;
-        weight[j] = {};
-        if (token < inst.rows)
-            weight[j] = ptx::load_l2(
-                reinterpret_cast<const float2*>(t.operand<const float>(slots::weights) +
-                                                uint64_t(inst.row + token) * S::kHeads + head));
-    }
     // Fields in registers: shared memory would be read again after every barrier and store.
     const uint32_t rows = inst.rows, stride = inst.stride, kv = inst.kv;
     const uint32_t num_pages = inst.kv_len / kTileRows;
@@ -36,6 +23,12 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
 
     const InputPage queries(t.slot.input_page);
     wait_or_stop(s, s.input_full[queries.index], queries.phase);
+    // Weights of this thread's queries: columns j * 8 + quad * 2 and the next.
+    float2 weight[N / 8];
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j)
+        weight[j] =
+            *reinterpret_cast<const float2*>(&s.input_scale[queries.index][j * 8 + quad * 2]);
     const uint32_t b = wgmma::operand(ptx::shared_address(s.inputs[queries.index]));
     const uint32_t keys =
         wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));

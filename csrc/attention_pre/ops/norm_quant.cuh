@@ -234,8 +234,7 @@ MEGAMOE_DEVICE void qkv_a(const Task& t) {
     gemm_fp8<S>(t, acc);
     StorePartial store(t, t.operand<float>(operand::qkv_a::partials), S::kN);
     emit_rows<S::kBand>(t, acc[0], store);
-    // Without a counter, tasks of their own finish the rows.
-    if (t.inst().reduce_counter != kNoCounter && last_of_unit(t)) qkv_a_final<S>(t);
+    if (last_of_unit(t)) qkv_a_final<S>(t);
 }
 
 }  // namespace megamoe::attention

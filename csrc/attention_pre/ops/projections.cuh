@@ -66,6 +66,11 @@ MEGAMOE_DEVICE void index_key(const Task& t) {
     IndexKeyRow<S> finisher(t);
     reduced_gemm<S>(t, t.operand<float>(operand::index_key::partials), finisher);
 }
+template <class S>
+MEGAMOE_DEVICE void index_key_final(const Task& t) {
+    IndexKeyRow<S> finisher(t);
+    finish_parts<S>(t, t.operand<float>(operand::index_key::partials), finisher);
+}
 
 // Rotation, e4m3; the head's weight takes the query's scale, and the gate is summed here.
 template <class S>
@@ -113,6 +118,11 @@ template <class S>
 MEGAMOE_DEVICE void index_query(const Task& t) {
     IndexQueryRow<S> finisher(t);
     reduced_gemm<S>(t, t.operand<float>(operand::index_query::partials), finisher);
+}
+template <class S>
+MEGAMOE_DEVICE void index_query_final(const Task& t) {
+    IndexQueryRow<S> finisher(t);
+    finish_parts<S>(t, t.operand<float>(operand::index_query::partials), finisher);
 }
 
 // BF16 rows of `out`, of `pitch` elements, from column `column` on.

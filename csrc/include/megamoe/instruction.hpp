@@ -93,8 +93,12 @@ enum InstructionFlag : uint32_t {
     X(kHeadGate, head_gate, MEGAMOE_HEAD_GATE_OPERANDS)                                          \
     /* B1. FP8 GEMM; last part: LayerNorm, RoPE on the first columns, e4m3, paged write. */      \
     X(kIndexKey, index_key, MEGAMOE_INDEX_KEY_OPERANDS)                                          \
+    /* Sums the parts of kIndexKey and finishes them, where they are units of their own. */      \
+    X(kIndexKeyFinal, index_key_final, MEGAMOE_INDEX_KEY_OPERANDS)                               \
     /* D1. FP8 GEMM of one head; last part: RoPE, e4m3, weight = gate * scale * constant. */     \
     X(kIndexQuery, index_query, MEGAMOE_INDEX_QUERY_OPERANDS)                                    \
+    /* The same for kIndexQuery. */                                                              \
+    X(kIndexQueryFinal, index_query_final, MEGAMOE_INDEX_QUERY_OPERANDS)                         \
     /* D0. FP8 GEMM, half a head; RoPE on the head's last columns; BF16. */                      \
     X(kMainQuery, main_query, MEGAMOE_MAIN_QUERY_OPERANDS)                                       \
     /* D2. BF16 GEMM per head: q_nope onto the latent; BF16. */                                  \

@@ -21,6 +21,7 @@ from megamoe.reference.quant import dequantize_1x128
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL, AttentionCase, check_attention, poisoned
 
+SPLIT = ("B0", "B1", "D1")
 RAGGED = Batch(((4, 300), (3, 70), (1, 1), (2, 513)))
 
 
@@ -57,8 +58,9 @@ def test_every_node_matches_the_oracle(seed):
         {"policies": {}},
         {"tiles": TileConfig("narrow", 8, {"B0": Tiling(split_k=2), "D1": Tiling(split_k=2)})},
         {"tiles": replace(seed_tiles(), stages={"E1": Tiling(kv_tiles=2)})},
+        {"tiles": TileConfig("apart", 8, {n: Tiling(split_k=2, final="all") for n in SPLIT})},
     ],
-    ids=["last", "dynamic", "granule", "mpk events", "whole", "two row blocks", "unsplit"],
+    ids=["last", "dynamic", "granule", "mpk events", "whole", "two row blocks", "unsplit", "apart"],
 )
 def test_other_plans_give_the_same(options):
     options = dict(options)

@@ -301,7 +301,7 @@ def test_queues_hold_each_task_once_and_finish(glm, kind):
 def test_list_scheduling_beats_round_robin_where_bodies_cost_little(glm):
     cheap = CostModel(event_us=1.0, body_us=0.4)
     for batch in (PUBLISHED, Batch(((1, 2048),)), Batch(((8, 65536),) * 8)):
-        estimates = Planner(glm, 132, cost=cheap).plan(batch).estimates_us
+        estimates = Planner(glm, 132, cost=cheap, final="rows").plan(batch).estimates_us
         assert estimates["list"] <= estimates["round_robin"]
 
 
