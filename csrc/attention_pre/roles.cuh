@@ -157,6 +157,9 @@ MEGAMOE_DEVICE void run_publisher(const AttentionParams& p, SharedStorage& s) {
         if (slot.inst.opcode == kExit) break;
         const uint32_t event = lane < kMaxSignals ? slot.inst.signal_event[lane] : kNoCounter;
         const uint32_t increment = lane < kMaxSignals ? slot.inst.signal_increment[lane] : 0;
+        // Not every body waits for these two, but somebody must, or a barrier's phase ends unseen.
+        wait_always(s.scales_ready[at.slot], at.phase);
+        wait_always(s.inputs_ready[at.slot], at.phase);
         wait_always(s.tile_done[at.slot], at.phase);
         if (event != kNoCounter && slot.publish && !stopped(s))
             ptx::add_release_gpu(counter(p, event), increment);
