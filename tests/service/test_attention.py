@@ -1,4 +1,4 @@
-"""The model ``attention_pre``: unmodified tritonclient against an echo, then against ranks."""
+"""The model ``attention_pre`` over an echo: unmodified tritonclient, sequences, refusals."""
 
 from __future__ import annotations
 
@@ -7,68 +7,21 @@ import threading
 import time
 
 import httpx
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.http as oip
 from tritonclient.utils import InferenceServerException
 
 from service.attention_model import PAGE_BYTES
+from tests.service.attention import (
+    OUTPUTS,
+    assert_same,
+    infer,
+    inputs_of,
+    keys_of,
+    tokens,
+)
 from tests.service.echo import ATTENTION, BOTH, CONFIG, EchoEngine, Server
-from tests.service.served import Served, make_tokens, output_bits
-from tests.service.served import inputs_of as moe_inputs
-
-SPEC = "hidden=256,heads=2,q_lora=128,kv_lora=128,nope=64,rope=64,index_heads=8"
-OUTPUTS = ("residual", "queries", "absorbed", "index_weights", "logits")
-
-
-def tokens(n: int, seed: int = 0, hidden: int = ATTENTION.hidden):
-    """(hidden, residual) BF16 [n, H]."""
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal((n, hidden), np.float32).astype(ml_dtypes.bfloat16) for _ in "xr"]
-
-
-def put(name, array, datatype):
-    tensor = oip.InferInput(name, list(array.shape), datatype)
-    tensor.set_data_from_numpy(array)
-    return tensor
-
-
-def inputs_of(x, residual, **more):
-    made = [put("hidden_states", x, "BF16"), put("residual", residual, "BF16")]
-    for name, value in more.items():
-        array = np.asarray(value, np.uint8 if name == "index_cache" else np.int32)
-        made.append(put(name, array, "UINT8" if name == "index_cache" else "INT32"))
-    return made
-
-
-def infer(
-    client, x, residual, *, outputs=None, sequence=0, start=False, end=False, parameters=None,
-    **more,
-):  # fmt: skip
-    wanted = None
-    if outputs is not None:
-        wanted = [oip.InferRequestedOutput(name, binary_data=True) for name in outputs]
-    return client.infer(
-        "attention_pre", inputs_of(x, residual, **more), outputs=wanted, sequence_id=sequence,
-        sequence_start=start, sequence_end=end, parameters=parameters,
-    )  # fmt: skip
-
-
-def keys_of(client, sequence, **more) -> int:
-    """What a request without tokens says of a sequence."""
-    result = infer(client, *tokens(0), sequence=sequence, **more)
-    return result.get_response()["parameters"]["sequence_keys"]
-
-
-def assert_same(have, want):
-    assert have.shape == want.shape
-    have, want = np.ascontiguousarray(have), np.ascontiguousarray(want)
-    differ = np.argwhere(have.view(f"u{have.itemsize}") != want.view(f"u{want.itemsize}"))
-    assert not len(differ), f"at {differ[0]}: {have[tuple(differ[0])]} != {want[tuple(differ[0])]}"
-
-
-# ---------------------------------------------------------------- the protocol, over an echo
 
 
 @pytest.fixture
@@ -365,154 +318,3 @@ def test_metrics_and_dashboard_know_it(client, server):
     assert state["attention"]["step"]["num_tokens"] == 3
     assert (state["attention"]["pages_used"], state["attention"]["pages"]) == (1, 8)
     assert state["step"] is None
-
-
-# ---------------------------------------------------------------- ranks
-
-
-class Peer:
-    """The layer that the ranks hold, in this process: the same weights, caches of its own."""
-
-    def __init__(self, num_pages: int) -> None:
-        import torch
-
-        from launcher.serving.source import AttentionSource
-        from megamoe.attention_layer import open_attention_pre
-        from megamoe.attention_pre.data import random_weights
-
-        self.torch = torch
-        spec = AttentionSource(SPEC, num_pages, 0).spec()
-        weights = random_weights(spec, num_pages * 64, 0)
-        self.layer = open_attention_pre(spec, weights, num_pages=num_pages, engine="oracle")
-
-    def run(self, x, residual, new, keys, table) -> dict[str, np.ndarray]:
-        torch = self.torch
-        rows = [torch.from_numpy(t.view(np.uint16)).view(torch.bfloat16) for t in (x, residual)]
-        out = self.layer.run(
-            *rows, new_tokens=new, context_lens=keys,
-            block_table=torch.tensor(table, dtype=torch.int32),
-        )  # fmt: skip
-        named = {**out._asdict(), "logits": out.logits[:, : max(keys)]}
-        return {
-            name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).contiguous().numpy()
-            for name, t in named.items()
-        }
-
-
-def bits(result, name):
-    array = result.as_numpy(name)
-    return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
-
-
-@pytest.fixture(scope="module")
-def served():
-    options = ("--attention-pre", SPEC, "--cache-pages", "12", "--fault-injection")
-    with Served(*options, "--timeout", "5", "--heartbeat", "0.3") as running:
-        running.wait_ready()
-        yield running
-
-
-@pytest.mark.multirank
-@pytest.mark.timeout(180)
-def test_ranks_append_to_sequences_beside_moe_requests(served):
-    """Three sequences in turn, past the end of a page, each output bit for bit as the layer's."""
-    peer = Peer(12)
-    tables = {1: [[0, 1, 2]], 2: [[3, 4, 5]], 3: [[6, 7, 8]]}
-    lengths = dict.fromkeys(tables, 0)
-    case = make_tokens(30, 4)
-    with oip.InferenceServerClient(f"127.0.0.1:{served.port}", concurrency=2) as client:
-        want_moe = output_bits(client, *case)
-        for turn, counts in enumerate([(60, 1, 33), (9, 128, 1), (1, 2, 90)]):
-            for name, n in zip(tables, counts, strict=True):
-                x, residual = tokens(n, 10 * turn + name)
-                moe = client.async_infer("moe", moe_inputs(*case))
-                have = infer(client, x, residual, sequence=name, start=turn == 0)
-                lengths[name] += n
-                want = peer.run(x, residual, [n], [lengths[name]], tables[name])
-                for output in OUTPUTS:
-                    assert_same(bits(have, output), want[output])
-                assert_same(moe.get_result().as_numpy("output").view(np.uint16), want_moe)
-        assert lengths == {1: 70, 2: 131, 3: 124}
-        assert served.metric("megamoe_attention_sequences") == 3
-        times = have.get_response()["parameters"]
-        assert times["kernel_us"] > 0
-        # The last one once more: its keys take their own place, the bits are the same.
-        lengths[3] -= n
-        keep = {"sequence_keys": lengths[3], "sequence_rewind": True}
-        again = infer(client, x, residual, sequence=3, parameters=keep)
-        for output in OUTPUTS:
-            assert_same(bits(again, output), want[output])
-        # And a shorter one in its stead, as after rejected guesses.
-        x, residual = tokens(5, 99)
-        have = infer(client, x, residual, sequence=3, parameters=keep)
-        want = peer.run(x, residual, [5], [lengths[3] + 5], tables[3])
-        for output in OUTPUTS:
-            assert_same(bits(have, output), want[output])
-        for name in tables:
-            keys_of(client, name, end=True)
-        assert served.metric("megamoe_attention_cache_pages_used") == 0
-
-
-@pytest.mark.multirank
-@pytest.mark.timeout(180)
-def test_keys_of_another_client_leave_nothing_in_pages(served):
-    """NaN keys in every page, then a sequence in the same pages: the bits of fresh caches."""
-    peer = Peer(12)
-    with served.client() as client:
-        for turn in range(6):
-            x, residual = tokens(128, turn)
-            x[:] = np.array(np.nan, ml_dtypes.bfloat16)
-            infer(client, x, residual, sequence="poison", start=turn == 0)
-        assert served.metric("megamoe_attention_cache_pages_used") == 12
-        assert keys_of(client, "poison", end=True) == 6 * 128
-        keys = 0
-        for n in (3, 70):
-            x, residual = tokens(n, n)
-            have = infer(client, x, residual, sequence=4, start=keys == 0)
-            keys += n
-            want = peer.run(x, residual, [n], [keys], [[0, 1]])
-            for output in OUTPUTS:
-                assert_same(bits(have, output), want[output])
-        keys_of(client, 4, end=True)
-
-
-@pytest.mark.multirank
-@pytest.mark.timeout(180)
-def test_ranks_run_requests_that_bring_their_cache(served):
-    """The rows that one request wrote are the cache that the next one sends."""
-    peer = Peer(12)
-    x, residual = tokens(100, 5)
-    more, more_residual = tokens(3, 6)
-    with served.client() as client:
-        first = infer(client, x, residual, outputs=[*OUTPUTS, "index_rows", "latent_rows"])
-        want = peer.run(x, residual, [100], [100], [[0, 1]])
-        for output in OUTPUTS:
-            assert_same(bits(first, output), want[output])
-        assert_same(first.as_numpy("latent_rows"), peer.layer.latent_cache[:100].numpy())
-        rows = first.as_numpy("index_rows")
-        cache = np.zeros((2, PAGE_BYTES), np.uint8)
-        for key, row in enumerate(rows):
-            page, place = divmod(key, 64)
-            cache[page, place * 128 : (place + 1) * 128] = row[:128]
-            at = 64 * 128 + place * 4
-            cache[page, at : at + 4] = row[128:]
-        second = infer(
-            client, more, more_residual, context_lens=[103], index_cache=cache[::-1],
-            block_table=[[1, 0]],
-        )  # fmt: skip
-        want = peer.run(more, more_residual, [3], [103], [[0, 1]])
-        for output in OUTPUTS:
-            assert_same(bits(second, output), want[output])
-
-
-@pytest.mark.multirank
-@pytest.mark.timeout(180)
-def test_a_restart_of_the_ranks_ends_all_sequences(served):
-    with served.client() as client:
-        infer(client, *tokens(4), sequence=9, start=True)
-        served.fault(0, "kill")
-        served.wait_ready(generation=2)
-        with pytest.raises(InferenceServerException, match="sequence 9 is not known"):
-            infer(client, *tokens(1), sequence=9)
-        assert served.metric("megamoe_attention_sequences") == 0
-        infer(client, *tokens(1), sequence=9, start=True)
