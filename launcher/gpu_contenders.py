@@ -134,10 +134,11 @@ class GpuContender(Protocol):
 
 
 class OurKernel:
-    """The staging kernel and the fused kernel, enqueued without waiting.
+    """A call of the layer, staging included, enqueued without waiting.
 
     Attributes:
         session: the layer.
+        stages_inside: the fused kernel stages its tokens itself, no launch before it does.
     """
 
     name = "megamoe"
@@ -145,6 +146,7 @@ class OurKernel:
     def __init__(self, spec: MoESpec, config: EpConfig, weights: GpuWeights) -> None:
         self.session = CudaSession(spec, config, GroupRendezvous())
         self.session.load_weights(weights.experts())
+        self.stages_inside = bool(getattr(self.session, "stages_inside", False))
         self._inputs: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
         self._y = torch.empty(0)
 
@@ -154,12 +156,12 @@ class OurKernel:
         self._y = torch.full_like(batch.x, float("nan"))
 
     def stage(self) -> None:
-        """Enqueues the staging kernel alone."""
+        """Enqueues the staging kernel alone, where there is one."""
         assert self._inputs is not None, "prepare first"
         self.session.stage(self._inputs[0], self._inputs[1])
 
     def call(self) -> Tensor:
-        """Enqueues both kernels."""
+        """Enqueues staging and the fused kernel."""
         assert self._inputs is not None, "prepare first"
         self.stage()
         self.session.launch(self._inputs[2], self._inputs[3], self._y)

@@ -262,7 +262,7 @@ def _row(
             why[contender.name] = reason
         else:
             calls[contender.name] = contender.call
-    if ours.name in calls:
+    if ours.name in calls and not ours.stages_inside:
         calls["stage"] = ours.stage
     unfused = next((c for c in others if isinstance(c, Unfused) and c.name in calls), None)
     if unfused is not None:
@@ -311,6 +311,9 @@ def _row(
         "calls": measured[ours.name].calls if ours.name in measured else 0,
         "ok": ours.name in errors and all(v.ok for v in errors.values()),
     }
+    if ours.stages_inside:
+        why["stage_us"] = "staging is part of the kernel, and of total_us"
+    row["launches"] = 1 if ours.stages_inside else 2
     for contender in (ours, *others):
         contender.done()
     return row | {"reasons": _reasons(row, why, options)}

@@ -70,7 +70,8 @@ def _on_cpu(row: Row, meta: Row) -> bool:
 
 def _scheduling(row: Row, meta: Row, trace: Row | None) -> list[Figure]:
     cpu = _on_cpu(row, meta)
-    launches = _figure("launches per call", None if cpu else 2, "staging and the kernel", _CPU)
+    number = None if cpu else row.get("launches", 2)  # older files: staging was a launch
+    launches = _figure("launches per call", number, "staging included", _CPU)
     if "variant" in row:  # of attention-pre
         one = 1 if str(row["variant"]).startswith("megakernel") else None
         launches = _figure("launches per call", one, "the kernel", "see docs/cmp.md")

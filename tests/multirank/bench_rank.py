@@ -26,6 +26,7 @@ SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=3, swiglu_clamp=1.0)
 
 class Ours:
     name = "megamoe"
+    stages_inside = False
 
     def __init__(self, spec, config, weights) -> None:
         self._layer = open_layer(spec, config, backend="cpu")
@@ -162,7 +163,8 @@ def rows_of(group, cases, against, sustain: float) -> list[dict]:
     return rows
 
 
-def bench(place, cases, against, broken: float, sustain: float) -> list[dict]:
+def bench(place, cases, against, broken: float, sustain: float, inside: bool = False) -> list[dict]:
     """The job of a rank process."""
     stand_in(setattr, broken)
+    Ours.stages_inside = inside
     return rows_of(Group(place.rank, place.num_ranks, "cpu"), cases, against, sustain)

@@ -59,6 +59,15 @@ def test_a_wrong_peer_gets_no_time_and_the_reason(ranks):
     assert row["errors"]["peer"]["rel_err"] > row["errors"]["peer"]["allowed"]
 
 
+def test_staging_inside_the_kernel_has_no_time_of_its_own(ranks):
+    rows = ranks.all(bench_rank.bench, [("5", "uniform")], ["peer"], 1.0, 0.0, True)[0]
+    (row,) = rows
+    assert row["stage_us"] is None
+    assert row["reasons"]["stage_us"].startswith("staging is part of the kernel")
+    assert row["launches"] == 1
+    assert row["total_us"] is not None
+
+
 def test_masked_routes_are_not_asked_of_the_peers(ranks):
     case = [("5", "uniform+masked:0.5")]
     (row,) = ranks.all(bench_rank.bench, case, ["peer", "unfused"], 1.0, 0.0)[1]
