@@ -65,7 +65,7 @@ class Executor:
 
     def run(self, plan: ipc.Plan) -> ipc.RankReport:
         """Executes this rank's rows of a plan."""
-        spec, spans = self.spec, []
+        spans = []
         begun = time.monotonic()
         parts: list[tuple[ipc.PlanItem, range]] = []
         total = sum(item.num_tokens for item in plan.items)
@@ -79,9 +79,7 @@ class Executor:
         scale: Tensor | None = None
         counts: list[int] = []
         if plan.items:
-            hidden, scale, routes, weights = self._gather(parts, plan.fp8)
-            counts = torch.bincount(routes[routes >= 0], minlength=spec.num_experts).tolist()
-            ids = routes.to(self.device)
+            hidden, scale, ids, weights = self._gather(parts, plan.fp8)
         else:
             hidden, ids, weights = self.heartbeat
         gathered = time.monotonic()
@@ -92,6 +90,9 @@ class Executor:
         checksum = 0
         if plan.items:
             self._scatter(parts, y)
+            counts = self._count_routes(parts)
+            if self.device != "cpu":
+                torch.cuda.current_stream().synchronize()
         else:
             checksum = zlib.crc32(y.cpu().view(torch.uint8).numpy().tobytes())
         ended = time.monotonic()
@@ -127,7 +128,7 @@ class Executor:
     def _gather(
         self, parts: list[tuple[ipc.PlanItem, range]], fp8: bool
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Activations, their scales, routes (on the CPU: they are counted there) and weights."""
+        """Activations, their scales, routes and weights, on the device or on their way to it."""
         spec = self.spec
         dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
         hidden: list[Tensor] = []
@@ -157,18 +158,26 @@ class Executor:
         return (
             x,
             x_scales,
-            _joined(ids, spec.topk, torch.int32, "cpu"),
-            _joined(weights, spec.topk, torch.float32, "cpu").to(self.device),
+            _joined(ids, spec.topk, torch.int32, self.device),
+            _joined(weights, spec.topk, torch.float32, self.device),
         )
 
+    def _count_routes(self, parts: list[tuple[ipc.PlanItem, range]]) -> list[int]:
+        """Routes of these rows per expert; on the CPU, where the arena is."""
+        spec = self.spec
+        ids = [
+            self.view(item.layout.topk_ids, rows, spec.topk, torch.int32) for item, rows in parts
+        ]
+        routes = _joined(ids, spec.topk, torch.int32, "cpu")
+        return torch.bincount(routes[routes >= 0], minlength=spec.num_experts).tolist()
+
     def _scatter(self, parts: list[tuple[ipc.PlanItem, range]], y: Tensor) -> None:
+        """Enqueues the copies of the output; the caller waits for them."""
         at = 0
         for item, rows in parts:
             out = self.view(item.layout.output, rows, self.spec.hidden, torch.bfloat16)
             out.copy_(y[at : at + len(rows)], non_blocking=True)
             at += len(rows)
-        if self.device != "cpu":
-            torch.cuda.current_stream().synchronize()
 
 
 def _both(l1: int | None, l2: int | None) -> tuple[int, int] | None:
