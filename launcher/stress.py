@@ -35,6 +35,7 @@ from launcher.console import (
     make_folder_for,
     print_json,
     progress,
+    stderr,
     stdout,
     table,
 )
@@ -141,6 +142,8 @@ def command(
                 as_json,
             )
         )
+        if group.first and not threads and group.device != "cpu":
+            _say_if_shared(group.num_ranks)
         if output is not None:
             group.together(lambda: _read(output))  # before the work whose result it would lose
         if calls or soak_s:
@@ -171,6 +174,21 @@ def command(
     run_in_group(
         context, "launcher.stress", ranks, work, default_ranks=_RANKS, backend=backend, debug=debug
     )
+
+
+def _say_if_shared(num_ranks: int) -> None:
+    """Processes that share a GPU take turns of milliseconds on it, at every wait for each other."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if num_ranks > gpus:
+        stderr.print(
+            f"{num_ranks} rank processes take turns on {gpus} GPU(s), which is slow: --threads "
+            "makes them threads that run at once",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
