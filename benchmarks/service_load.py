@@ -5,8 +5,9 @@ python benchmarks/service_load.py --seconds 5 --no-write
 
 python benchmarks/service_load.py --only steps --backend cuda --ranks 2 --shape v4-flash \
     --clients 32 --seconds 15 --output benchmarks/results/service_h200x2.json
-python benchmarks/service_load.py --only telemetry --backend cuda --ranks 1 --shape v4-flash \
-    --clients 32 --seconds 60 --per-second 5 --output benchmarks/results/service_h200x1.json
+python benchmarks/service_load.py --only steps telemetry --backend cuda --ranks 1 \
+    --shape v4-flash --clients 32 --seconds 5 --per-second 5 \
+    --output benchmarks/results/service_h200x1.json
 
 1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
    alone; latencies; resident memory of every process at a sixth of the time and at the end.
@@ -15,7 +16,8 @@ python benchmarks/service_load.py --only telemetry --backend cuda --ranks 1 --sh
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
    same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
    run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
-4. ``steps`` and ``telemetry`` (on request, meant for GPUs): see ``service_steps.py``.
+4. ``steps`` and ``telemetry`` (on request, meant for GPUs): see ``service_steps.py`` and
+   ``service_telemetry.py``. Both together take one service.
 
 Every row carries the commit and the load of the machine that it was measured on.
 """
@@ -46,7 +48,8 @@ from tritonclient.utils import InferenceServerException
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.service_steps import post, steps_row, telemetry_row  # noqa: E402
+from benchmarks.service_steps import post, service, steps_row, watch_steps  # noqa: E402
+from benchmarks.service_telemetry import telemetry_row  # noqa: E402
 from tests.service.served import Served, inputs_of, make_tokens, output_bits  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "service_cpu.json"
@@ -236,6 +239,23 @@ def cost_row(requests: int) -> dict:
     }
 
 
+# ---------------------------------------------------------------------- steps, telemetry
+
+
+def service_rows(args: argparse.Namespace, wanted: list[str]) -> list[dict]:
+    """The rows that are wanted, of one service."""
+    rate = 1 / args.per_second if "telemetry" in wanted else 1.0
+    options = ("--telemetry-interval", str(rate), "--fault-injection")
+    made = []
+    with service(args, *options) as (served, spec):
+        seen = watch_steps(args, served, spec) if "steps" in wanted else None
+        if "telemetry" in wanted:
+            made.append(telemetry_row(args, served, spec))
+    if seen is not None:
+        made.insert(0, steps_row(args, *seen))
+    return made
+
+
 def machine(backend: str) -> dict:
     """What the rows of a file have in common."""
     import torch
@@ -283,12 +303,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
-    parser.add_argument("--only", choices=["load", "kill", "cost", "steps", "telemetry"])
+    names = ["load", "kill", "cost", "steps", "telemetry"]
+    parser.add_argument("--only", choices=names, nargs="+", default=names[:3])
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
     parser.add_argument("--calls", type=int, default=100, help="of the bare layer, per step size")
     parser.add_argument("--per-second", type=float, default=1.0, help="readings and scrapes")
+    parser.add_argument("--telemetry-seconds", type=float, default=60.0, help="of both kinds")
     parser.add_argument("--block-s", type=float, default=1.0, help="of telemetry on, or off")
     parser.add_argument("--null", action="store_true", help="telemetry: off in every block")
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -299,24 +321,24 @@ def main() -> int:
         echo_server()
         return 0
     makers = {
-        "load": lambda: load_row("load", args.clients, args.seconds, kill=False),
-        "kill": lambda: load_row("kill", args.clients, args.seconds, kill=True),
-        "cost": lambda: cost_row(args.requests),
-        "steps": lambda: steps_row(args),
-        "telemetry": lambda: telemetry_row(args),
+        "load": lambda: [load_row("load", args.clients, args.seconds, kill=False)],
+        "kill": lambda: [load_row("kill", args.clients, args.seconds, kill=True)],
+        "cost": lambda: [cost_row(args.requests)],
+        "service": lambda: service_rows(args, args.only),
     }
     rows = []
     for name, make in makers.items():
-        if args.only == name or (args.only is None and name in ("load", "kill", "cost")):
+        if name in args.only or (name == "service" and {"steps", "telemetry"} & set(args.only)):
             began = origin()
-            rows.append({**make(), **began})
-            print(json.dumps(rows[-1], indent=1), flush=True)
+            rows += [{**row, **began} for row in make()]
+    for row in rows:
+        print(json.dumps(row, indent=1), flush=True)
     if not args.no_write:
         fresh = {key(row) for row in rows}
         if args.output.exists():
             old = json.loads(args.output.read_text())["rows"]
             rows += [row for row in old if key(row) not in fresh]
-        rows.sort(key=lambda row: (list(makers).index(row["name"]), *key(row)[1:2]))
+        rows.sort(key=lambda row: (names.index(row["name"]), *key(row)[1:2]))
         result = {"meta": machine(args.backend), "rows": rows}
         args.output.parent.mkdir(exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")

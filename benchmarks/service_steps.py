@@ -1,16 +1,10 @@
-"""Steps of the layer service against the bare layer, and what its telemetry costs.
+"""Steps of the layer service against the bare layer.
 
-Part of ``service_load.py`` (``--only steps``, ``--only telemetry``), meant for GPUs:
+Time in the layer of the step sizes that occurred most, against the bare layer on as many rows, one
+after the other on the same devices.
 
-1. ``steps``: time in the layer of the step sizes that occurred most, against the bare layer on as
-   many rows, one after the other on the same devices.
-2. ``telemetry``: closed-loop clients on one service, in blocks of seconds with sensors read and
-   ``/metrics`` scraped, and without either, in the order on off off on. The cost is the mean log
-   ratio of neighbouring blocks, with the half width of its 95 % confidence interval. Reading more
-   often than a service does makes a small cost visible: both are given per reading a second too.
-   ``--null`` leaves both kinds of block without: the interval must then hold 0.
-
-Run by itself, under torchrun, it is a rank of the bare layer.
+Part of ``service_load.py`` (``--only steps``), meant for GPUs; its clients are the load of ``--only
+telemetry`` too. Run by itself, under torchrun, it is a rank of the bare layer.
 """
 
 from __future__ import annotations
@@ -19,14 +13,12 @@ import argparse
 import contextlib
 import http.client
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +32,6 @@ from tests.service.served import Served, inputs_of, make_tokens  # noqa: E402
 REQUEST_TOKENS = 128
 MOST_COMMON = 4
 """Step sizes that are compared with the bare layer."""
-SETTLE_S = 0.25
-"""Between the switch of telemetry and a block: readings and requests under way end."""
 
 
 class Answer(NamedTuple):
@@ -137,31 +127,49 @@ def max_tokens(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- steps
 
 
-def steps_row(args: argparse.Namespace) -> dict:
-    """The service's steps against the bare layer on as many rows, one after the other."""
+def watch_steps(
+    args: argparse.Namespace, served: Served, spec
+) -> tuple[dict, dict[int, list[float]]]:
+    """The service under load: what goes into the row, and times in the layer by rows of a step."""
     name, phases = "megamoe_step_seconds", ("queue", "host", "kernel")
 
     def sums() -> dict[str, float]:
         found = {p: served.metric(f'{name}_sum{{phase="{p}"}}') for p in phases}
         return {**found, "steps": served.metric(f'{name}_count{{phase="kernel"}}')}
 
-    with service(args) as (served, spec):
-        before = sums()
-        with Clients(served, spec, args.clients) as clients:
-            begun = time.monotonic()
-            time.sleep(max(0.0, args.seconds - 1.5))
-            sensors = {
-                name: served.metric(f"megamoe_gpu_{name}") / args.ranks
-                for name in ("sm_clock_hertz", "power_watts", "temperature_celsius")
-            }
-            time.sleep(max(0.0, begun + args.seconds - time.monotonic()))
-            answers = clients.between(begun, time.monotonic())
-        after = sums()
-        spans = host_spans(served)
+    before = sums()
+    with Clients(served, spec, args.clients) as clients:
+        begun = time.monotonic()
+        time.sleep(max(0.0, args.seconds - 1.5))
+        sensors = {
+            name: served.metric(f"megamoe_gpu_{name}") / args.ranks
+            for name in ("sm_clock_hertz", "power_watts", "temperature_celsius")
+        }
+        time.sleep(max(0.0, begun + args.seconds - time.monotonic()))
+        answers = clients.between(begun, time.monotonic())
+    after = sums()
     steps = after["steps"] - before["steps"]
     kernels: dict[int, list[float]] = {}
     for answer in {a.step: a for a in answers}.values():
         kernels.setdefault(answer.step_tokens, []).append(answer.kernel_s)
+    row = {
+        "name": "steps",
+        "shape": args.shape,
+        "backend": args.backend,
+        "ranks": args.ranks,
+        "clients": args.clients,
+        "seconds": args.seconds,
+        "requests_per_s": round(len(answers) / args.seconds, 1),
+        "steps_per_s": round(steps / args.seconds, 1),
+        "mean_ms": {p: round((after[p] - before[p]) / steps * 1e3, 3) for p in phases},
+        "rank_ms": host_spans(served),
+        "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
+    }
+    return row, kernels
+
+
+def steps_row(args: argparse.Namespace, row: dict, kernels: dict[int, list[float]]) -> dict:
+    """The service's steps against the bare layer on as many rows, one after the other."""
     common = sorted(sorted(kernels, key=lambda n: -len(kernels[n]))[:MOST_COMMON])
     told = bare_layer(args, common)
     compared = []
@@ -177,20 +185,10 @@ def steps_row(args: argparse.Namespace) -> dict:
             }
         )
     return {
-        "name": "steps",
-        "shape": args.shape,
-        "backend": args.backend,
-        "ranks": args.ranks,
+        **row,
         "devices": told["devices"],
-        "clients": args.clients,
-        "seconds": args.seconds,
-        "requests_per_s": round(len(answers) / args.seconds, 1),
-        "steps_per_s": round(steps / args.seconds, 1),
-        "mean_ms": {p: round((after[p] - before[p]) / steps * 1e3, 3) for p in phases},
-        "rank_ms": spans,
         "timed_by": told["timed_by"],
         "compared": compared,
-        "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
     }
 
 
@@ -203,116 +201,6 @@ def host_spans(served: Served) -> dict[str, float]:
         if event["ph"] == "X" and event["name"] in ("gather", "layer", "scatter"):
             found.setdefault(event["name"], []).append(event["dur"] * 1e-3)
     return {name: round(statistics.median(taken), 3) for name, taken in found.items()}
-
-
-# ---------------------------------------------------------------------- telemetry
-
-
-class Scraper:
-    """Reads ``/metrics`` so many times a second while it is on."""
-
-    def __init__(self, port: int, per_second: float) -> None:
-        self.port, self.period = port, 1 / per_second
-        self.on, self.ended = threading.Event(), threading.Event()
-        self.scrapes = 0
-        self.thread = threading.Thread(target=self.work)
-
-    def work(self) -> None:
-        """Scrapes until the context ends."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port)
-        while not self.ended.wait(self.period):
-            if self.on.is_set():
-                link.request("GET", "/metrics")
-                assert link.getresponse().read()
-                self.scrapes += 1
-
-    def __enter__(self) -> Scraper:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.ended.set()
-        self.thread.join()
-
-
-def telemetry_row(args: argparse.Namespace) -> dict:
-    """The same load with sensors read and metrics scraped, and without, in turns."""
-    interval = ("--telemetry-interval", str(1 / args.per_second), "--fault-injection")
-    blocks: dict[bool, list[list[Answer]]] = {True: [], False: []}
-    with (
-        service(args, *interval) as (served, spec),
-        Scraper(served.port, args.per_second) as scraper,
-        Clients(served, spec, args.clients) as clients,
-    ):
-
-        def block(on: bool) -> None:
-            for rank in range(args.ranks):
-                served.fault(rank, "see" if on and not args.null else "blind")
-            (scraper.on.set if on and not args.null else scraper.on.clear)()
-            time.sleep(SETTLE_S)
-            begun = time.monotonic()
-            time.sleep(args.block_s)
-            blocks[on].append(clients.between(begun, begun + args.block_s))
-
-        block(True)
-        block(False)
-        for kind in blocks.values():
-            kind.clear()  # a warm-up
-        pairs = max(2, round(args.seconds / (2 * (args.block_s + SETTLE_S))))
-        for pair in range(pairs):
-            for on in (True, False) if pair % 2 else (False, True):
-                block(on)
-        scrapes = scraper.scrapes
-
-    def compare(cost: Callable[[list[Answer]], float]) -> dict[str, float]:
-        """How much higher ``cost`` is in blocks with telemetry."""
-        on, off = ([cost(block) for block in blocks[kind]] for kind in (True, False))
-        ratios = [math.log(a / b) for a, b in zip(on, off, strict=True)]
-        half = t_95(pairs - 1) * statistics.stdev(ratios) / math.sqrt(pairs)
-        mean = statistics.fmean(ratios)
-        return {
-            "overhead": round(mean, 5),
-            "ci95": round(half, 5),
-            "overhead_at_1_per_s": round(mean / args.per_second, 5),
-            "ci95_at_1_per_s": round(half / args.per_second, 5),
-        }
-
-    def per_token(block: list[Answer]) -> float:
-        steps = {answer.step: answer for answer in block}.values()
-        return sum(s.kernel_s for s in steps) / sum(s.step_tokens for s in steps)
-
-    def rate(kind: bool) -> float:
-        return round(sum(map(len, blocks[kind])) / pairs / args.block_s, 1)
-
-    return {
-        "name": "telemetry",
-        "shape": args.shape,
-        "backend": args.backend,
-        "ranks": args.ranks,
-        "clients": args.clients,
-        "null": args.null,
-        "readings_and_scrapes_per_s": args.per_second,
-        "scrapes": scrapes,
-        "pairs": pairs,
-        "block_s": args.block_s,
-        "requests_per_s": {"on": rate(True), "off": rate(False)},
-        "time_per_request": compare(lambda block: 1 / len(block)),
-        "kernel_time_per_token": compare(per_token),
-    }
-
-
-def t_95(freedom: int) -> float:
-    """97.5 % quantile of Student's t: Cornish-Fisher expansion about the normal's 1.95996.
-
-    Abramowitz and Stegun, 26.7.5; 0.1 % off at 5 degrees of freedom.
-    """
-    z = 1.959964
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
 
 
 # ---------------------------------------------------------------------- the bare layer
