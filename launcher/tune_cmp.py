@@ -62,6 +62,9 @@ _AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
     "C0": (1, 4),
     "D2": (1, 4),
 }
+_ROLLED: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(
+    ("D0", "B0p", "D1p", "B1p"), (True, False)
+)
 _CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (4, 2), "B1f": (4, 2)}
 _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, 2, 3, 4, 6),
@@ -82,6 +85,9 @@ _AHEAD: Final[Mapping[str, Sequence[Ahead | None]]] = {
     "B1f": (None, Ahead((("w_q_b", 28, 34),), cycles=0)),
     "D1f": (None, Ahead((("w_uk", 0, 13),), cycles=0)),
 }
+_WARM: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(
+    ("A0", "B0f", "B1f", "D1f"), (True, False)
+)
 _COLUMNS: Final[Mapping[str, Sequence[int]]] = {"D2": (128, 256)}
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, -1, -4),
@@ -116,8 +122,10 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
         ("at_once", _AT_ONCE),
         ("weight_pages", _PAGES),
         ("columns", _COLUMNS),
+        ("rolled", _ROLLED),
         ("in_flight", _IN_FLIGHT),
         ("ahead", _AHEAD),
+        ("warm", _WARM),
         ("registers", _REGISTERS),
         ("ctas", _CTAS),
     ]

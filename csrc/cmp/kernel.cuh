@@ -24,6 +24,11 @@
 namespace megamoe::attention {
 
 using Body = Spec<0>;
+#ifdef MEGAMOE_ATTENTION_ROLLED
+inline constexpr bool kRolled = true;
+#else
+inline constexpr bool kRolled = false;
+#endif
 inline constexpr bool kFinal = MEGAMOE_CMP_PART == MEGAMOE_CMP_FINAL;
 inline constexpr bool kHasLoaders = Body::kLoads != Loads::kNone && !kFinal;
 inline constexpr uint32_t kCmpThreads = kMathThreads + (kHasLoaders ? 64 : 0);
@@ -39,7 +44,9 @@ static_assert(kPartials == operand::index_key::partials &&
 MEGAMOE_HD constexpr bool pages_suffice() {
     constexpr int kWidth = Body::kBand * Body::kTiles;
     if (!kHasLoaders || Body::kLoads != Loads::kFp8) return true;  // BF16 asserts it itself
-    const int held = blocks_at_once(Body::kBlocks, most_at_once(kWidth, Body::kTiles));
+    const int most = most_at_once(kWidth, Body::kTiles);
+    const int held =
+        kRolled ? most < Body::kBlocks ? most : Body::kBlocks : blocks_at_once(Body::kBlocks, most);
     return held * Body::kTiles <= int(kWeightPages);
 }
 static_assert(pages_suffice(), "too few weight pages for the main loop");
@@ -163,7 +170,7 @@ MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
     none.depth = 1;
 #endif
     const Task t{none, s, s.slot[0], 0, 0};
-    if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
+    if (!kHasLoaders && p.warm) warm_finisher<Body>(p, t.inst());
 #ifdef MEGAMOE_ATTENTION_TRACE
     if (!kHasLoaders) {  // the loader of inputs notes it where there is one
         t.wait_inputs();

@@ -60,6 +60,7 @@ struct CmpParams {
     uint32_t in_flight;        // weight pages that may be on their way at once
     uint32_t ctas;             // with tasks
     Ahead ahead;
+    uint32_t warm;  // whether what finishers read besides comes to L2 before the wait
 };
 
 // One warp writes its CTA's task.

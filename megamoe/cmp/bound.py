@@ -56,7 +56,8 @@ class _CmpParams(ctypes.Structure):
         ("ahead_bytes", ctypes.c_uint32 * 2),
         ("ahead_start", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 16),
+        ("warm", ctypes.c_uint32),
+        ("padding", ctypes.c_uint8 * 12),
     )
 
 
@@ -70,7 +71,7 @@ class _Loaded:
 
 def _shape(kernel: StandaloneKernel, tuned: Tuning) -> Shape:
     pages, ctas, at_once = tuned.weight_pages, tuned.ctas, tuned.at_once
-    return kernel_shape(kernel, pages, ctas, at_once, tuned.registers)
+    return kernel_shape(kernel, pages, ctas, at_once, tuned.registers, tuned.rolled)
 
 
 def _compile(kernel: StandaloneKernel, tuned: Tuning, trace: bool) -> None:
@@ -211,7 +212,7 @@ class BoundCmp:
     ) -> BoundKernel:
         loaded = _load(part, _shape(part, tuned), tuned.wait, trace)
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
-        params.ctas = part.ctas
+        params.ctas, params.warm = part.ctas, tuned.warm
         if tuned.ahead is not None:
             self._bring_ahead(params, tuned.ahead)
         pages = _shape(part, tuned).weight_pages

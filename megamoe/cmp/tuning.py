@@ -44,8 +44,11 @@ class Tuning:
         ctas: see ``Shape``; 0 chooses.
         registers: see ``Shape``; 0 leaves them to ``ctas``.
         at_once: see ``Shape``; 0 chooses.
+        rolled: see ``Shape``.
         in_flight: weight pages of a CTA that may be on their way at once; 0: as many as it has.
         ahead: what it brings to L2 for later kernels.
+        warm: whether what a finisher reads besides its producers' results comes to L2 before its
+            wait: of use where it begins early.
         columns: see ``standalone_kernels``; 0 leaves the plan's.
         wait: see ``compile_kernel``.
     """
@@ -56,8 +59,10 @@ class Tuning:
     ctas: int = 0
     registers: int = 0
     at_once: int = 0
+    rolled: bool = False
     in_flight: int = 0
     ahead: Ahead | None = None
+    warm: bool = True
     columns: int = 0
     wait: Wait = "late"
 

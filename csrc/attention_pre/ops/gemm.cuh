@@ -280,7 +280,12 @@ inline constexpr bool kWide = false;
 template <class S, class Meanwhile = Nothing>
 MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc, const Meanwhile& meanwhile = {}) {
 #ifdef MEGAMOE_ATTENTION_STANDALONE
-    gemm_fp8<S::kBand, S::kTiles, S::kBlocks>(t, S::kBlocks, acc, meanwhile);
+#ifdef MEGAMOE_ATTENTION_ROLLED
+    constexpr int kBlocks = 0;
+#else
+    constexpr int kBlocks = S::kBlocks;
+#endif
+    gemm_fp8<S::kBand, S::kTiles, kBlocks>(t, S::kBlocks, acc, meanwhile);
 #else
     if constexpr (kWide && S::kBand >= 64 && S::kTiles == 1)
         gemm_fp8_wide<S::kBand>(t, S::kBlocks, acc[0]);
