@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from megamoe.spec import WeightDtype
 
 __all__ = ["command"]
+
+LEAST_INTERVAL_S: Final = 0.05
 
 
 def command(
@@ -165,6 +167,11 @@ def command(
             attention = AttentionSource(attention_pre, cache_pages, seed)
             attention.spec()
         _check_settings(fields)
+        if 0 < telemetry_interval < LEAST_INTERVAL_S:
+            raise SpecError(
+                f"--telemetry-interval {telemetry_interval:g}: must be 0, for none, or at least "
+                f"{LEAST_INTERVAL_S:g} s: reading takes milliseconds"
+            )
     if in_group:
         raise typer.Exit(
             _rank(

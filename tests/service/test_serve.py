@@ -493,6 +493,7 @@ def test_a_killed_supervisor_takes_everything_with_it():
         (("--random", "nothing"), "not understood"),
         (("--checkpoint", "/nonexistent"), "give either"),
         (("--drain", "60"), "drain_s = 60"),
+        (("--telemetry-interval", "0.001"), "must be 0, for none, or at least 0.05 s"),
     ],
 )
 def test_bad_settings_end_before_anything_starts(options, said, monkeypatch):
