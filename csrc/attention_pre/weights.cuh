@@ -176,13 +176,22 @@ class WeightPool {
     uint32_t may_start_ = 0, uses_ = 0;
 };
 
-// One lane.
+#ifndef MEGAMOE_ATTENTION_BEFORE_FIRST
+#define MEGAMOE_ATTENTION_BEFORE_FIRST 4
+#endif
+// The first stage's bodies load no pages, and every other CTA waits for them: of the weights behind
+// them only so many pages come before they are done, since their loads and stores would queue
+// behind more.
+inline constexpr uint32_t kBeforeFirst = MEGAMOE_ATTENTION_BEFORE_FIRST;
+
+// One lane. `first` is where a body runs that weights are not to hold up.
 MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, WeightPool& pool,
-                                Cursor at, Ahead& ahead) {
+                                Cursor at, Ahead& ahead, const Cursor* first) {
     const WeightBoxes boxes(p, s.slot[at.slot].inst);
     pool.begin(s.slot[at.slot].weight_page);
 #pragma unroll 1
     for (uint32_t i = 0; i < boxes.pages; ++i) {
+        if (first && i == kBeforeFirst) wait_always(s.tile_done[first->slot], first->phase);
         bool waits = false;
         const bool go = pool.wait([&] {
             if (!waits) ahead.here(at, pool.uses());
@@ -240,6 +249,8 @@ MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s
     __syncwarp();
     WeightPool pool(p, s);
     Ahead ahead(p);
+    bool behind_first = false;
+    Cursor before;
     for (Cursor at;; at.advance()) {
         wait_always(s.instruction_arrived[at.slot], at.phase);
         Slot& slot = s.slot[at.slot];
@@ -247,14 +258,12 @@ MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s
         if (lane == 0) stamp(p, slot, Stamp::kVisible);
         if (slot.inst.opcode != uint32_t(Opcode::kNoOp)) {
             const Loads loads = kSpecRows[slot.inst.spec_id].loads;
-            // The first stage's bodies load no pages, and every other CTA waits for them: their
-            // loads and stores are not to queue behind weights.
-            if (loads == Loads::kNone && slot.place == 0)
-                wait_always(s.tile_done[at.slot], at.phase);
             if (loads == Loads::kKeys)
                 load_keys(p, s, pool, {p, s, slot, at.slot, at.phase});
             else if (loads != Loads::kNone && lane == 0)
-                load_matrix(p, s, pool, at, ahead);
+                load_matrix(p, s, pool, at, ahead, behind_first ? &before : nullptr);
+            behind_first = slot.place == 0 && loads == Loads::kNone;
+            before = at;
         }
         arrive_warp(s.instruction_finished[at.slot]);
     }
