@@ -89,15 +89,28 @@ def test_answers_match_the_oracle(client):
 
 
 def test_an_answer_does_not_depend_on_its_neighbours(served, client):
-    """64 requests at once, NaN and Inf among them: every bit is that of the request alone."""
+    """64 requests at once, of both kinds, NaN, Inf and arbitrary bits among them: every bit is that
+    of the request alone.
+    """
     cases = []
     for seed in range(64):
         x, ids, weights = make_tokens(1 + seed * 5 % 23, seed)
-        if seed % 8 == 3:
+        if seed % 8 == 1:
             x[0, :7] = np.array(np.nan, ml_dtypes.bfloat16)
         if seed % 8 == 5:
             x[-1, 9] = np.array(np.inf, ml_dtypes.bfloat16)
-        cases.append((x, ids, weights))
+            weights[0] = (np.nan, np.inf)
+        if seed % 4 < 2:
+            cases.append((x, ids, weights))
+            continue
+        # FP8: usual values, or any code with scales at both ends of what is accepted.
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(0, 56, x.shape, np.uint8) | rng.integers(0, 2, x.shape, np.uint8) << 7
+        scales = np.full((len(x), 2), 0.5, np.float32)
+        if seed % 8 == 6:
+            codes = rng.integers(0, 256, x.shape, np.uint8)
+            scales = rng.choice(np.array([0, 1e-45, 1, 3e38], np.float32), scales.shape)
+        cases.append((codes, ids, weights, scales))
     alone = [output_bits(client, *case) for case in cases]
     together: dict[int, np.ndarray] = {}
     step_sizes = []
