@@ -106,7 +106,9 @@ MEGAMOE_DEVICE void load_inputs(const CmpParams& p, SharedStorage& s) {
     const Instruction& inst = s.slot[0].inst;
     const uint32_t lane = ptx::lane();
     const auto* scales = reinterpret_cast<const float*>(p.operands[operand::qkv_a::a_scales]);
-    const uint32_t column = inst.k + (S::kLoads == Loads::kBf16ByHead ? inst.item * S::kPitch : 0);
+    constexpr uint32_t kBox = (kPerPage < S::kBlocks ? kPerPage : S::kBlocks) * S::kRows;
+    const uint32_t column =
+        (inst.k + (S::kLoads == Loads::kBf16ByHead ? inst.item * S::kPitch : 0)) / kElements;
 #pragma unroll 1
     for (uint32_t first = 0, use = 0; first < S::kBlocks; first += kPerPage, ++use) {
         const InputPage page(use);
@@ -124,11 +126,10 @@ MEGAMOE_DEVICE void load_inputs(const CmpParams& p, SharedStorage& s) {
                                             inst.k / kGroup + first + block);
             }
         }
-        if (lane == 0) {
-            ptx::arrive_expect(full, count * S::kRows * kBlockBytes);
-            for (uint32_t j = 0; j < count; ++j)
-                ptx::load_box(s.inputs[page.index] + j * S::kRows * kBlockBytes, p.maps.inputs,
-                              int32_t(column + (first + j) * kElements), int32_t(inst.row), full);
+        if (lane == 0) {  // a last box may reach beyond the task's blocks
+            ptx::arrive_expect(full, kBox * kBlockBytes);
+            ptx::load_box(s.inputs[page.index], p.maps.inputs, 0, int32_t(inst.row),
+                          int32_t(column + first), full);
         }
         if constexpr (S::kLoads == Loads::kFp8) {
 #pragma unroll

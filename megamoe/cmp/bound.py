@@ -198,7 +198,8 @@ class BoundCmp:
             maps = bytes(256)
             if row in rows and part.specialization.opcode == rows[row].opcode:
                 stage = plan.operands[row]
-                maps = stage_maps(rows[row], {role: tensors[name] for role, name in stage.items()})
+                operands = {role: tensors[name] for role, name in stage.items()}
+                maps = stage_maps(rows[row], operands, whole_pages=True)
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
 
