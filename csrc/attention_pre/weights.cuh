@@ -184,14 +184,14 @@ class WeightPool {
 // behind more.
 inline constexpr uint32_t kBeforeFirst = MEGAMOE_ATTENTION_BEFORE_FIRST;
 
-// One lane. `first` is where a body runs that weights are not to hold up.
+// One lane. `behind` says that the task before, in slot `first`, is not to be held up.
 MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, WeightPool& pool,
-                                Cursor at, Ahead& ahead, const Cursor* first) {
+                                Cursor at, Ahead& ahead, bool behind, Cursor first) {
     const WeightBoxes boxes(p, s.slot[at.slot].inst);
     pool.begin(s.slot[at.slot].weight_page);
 #pragma unroll 1
     for (uint32_t i = 0; i < boxes.pages; ++i) {
-        if (first && i == kBeforeFirst) wait_always(s.tile_done[first->slot], first->phase);
+        if (behind && i == kBeforeFirst) wait_always(s.tile_done[first.slot], first.phase);
         bool waits = false;
         const bool go = pool.wait([&] {
             if (!waits) ahead.here(at, pool.uses());
@@ -261,7 +261,7 @@ MEGAMOE_DEVICE void run_weight_loader(const AttentionParams& p, SharedStorage& s
             if (loads == Loads::kKeys)
                 load_keys(p, s, pool, {p, s, slot, at.slot, at.phase});
             else if (loads != Loads::kNone && lane == 0)
-                load_matrix(p, s, pool, at, ahead, behind_first ? &before : nullptr);
+                load_matrix(p, s, pool, at, ahead, behind_first, before);
             behind_first = slot.place == 0 && loads == Loads::kNone;
             before = at;
         }

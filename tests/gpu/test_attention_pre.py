@@ -17,7 +17,7 @@ from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
 from megamoe.attention_pre.interpret import Interpreter
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.stages import partition, subgraph
-from megamoe.attention_pre.tiling import Batch, Tiling, choose_tiles
+from megamoe.attention_pre.tiling import Batch, TileConfig, Tiling, choose_tiles
 from megamoe.backends.attention import AttentionFault, AttentionKernel, BoundPlan, compile_attention
 from megamoe.reference.attention_pre import scaled_weight
 from megamoe.reference.quant import dequantize_1x128
@@ -49,6 +49,12 @@ NEEDS = {
 WORKERS = 132
 
 
+def halves(final):
+    """Every sum in two parts, whoever adds them up."""
+    stages = {name: Tiling(split_k=2, final=final) for name in ("B0", "B1", "D1")}
+    return TileConfig("halves", 16, stages | {"C0": Tiling(block_n=8, split_k=4)})
+
+
 def specs_of(*planned):
     """Specialisations of several (planner, batch), each once."""
     for planner, batch in planned:
@@ -60,6 +66,10 @@ def small_plans():
     graph = partition(attention_pre_graph(SMALL))
     for workers in (WORKERS, 3):
         yield Planner(graph, workers), RAGGED
+    for final in ("last", "rows"):
+        yield Planner(graph, WORKERS, final=final), RAGGED
+    for final in ("last", "all"):
+        yield Planner(graph, WORKERS, tiles=halves(final)), RAGGED
     for name in STAGES:
         yield Planner(subgraph(graph, [name]), WORKERS), RAGGED
     yield Planner(attention_pre_graph(POW2), WORKERS), FEW
@@ -197,11 +207,14 @@ def test_prefixes(names):
     [
         {},
         {"final": "last"},
+        {"final": "rows"},
+        {"tiles": halves("last")},
+        {"tiles": halves("all")},
         {"queue": "dynamic"},
         {"queue": "round_robin", "scope": "task"},
         {"policies": {}},
     ],
-    ids=["default", "last arriver", "dynamic", "mpk events", "whole"],
+    ids=["default", "last", "rows", "halves, last", "halves", "dynamic", "mpk events", "whole"],
 )
 def test_other_plans_give_the_same(options):
     case = Case(SMALL, RAGGED, seed=7)
