@@ -46,7 +46,7 @@ class Segments:
 
     __slots__ = ("nbytes", "parts")
 
-    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+    def __init__(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         self.parts = [memoryview(part) for part in parts]
         self.nbytes = sum(part.nbytes for part in self.parts)
 

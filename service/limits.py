@@ -25,6 +25,8 @@ __all__ = ["BodyGuard", "ByteBudget", "make_protocol", "read_body"]
 
 LINGER_S: Final = 2.0
 LINGER_BYTES: Final = 64 << 20
+SMALL_BYTES: Final = 4096
+"""Pieces of a body that are shorter are put together; larger ones are not copied."""
 
 
 class ByteBudget:
@@ -207,7 +209,14 @@ async def read_body(request: Request, config: ServiceConfig) -> Segments:
         raise ServiceError(
             415, f"Content-Encoding {encoding[:40]!r} is not supported: use gzip, deflate or none"
         )
-    body = [chunk async for chunk in request.stream() if chunk]
+    body: list[bytes | bytearray] = []
+    async for chunk in request.stream():
+        if len(chunk) >= SMALL_BYTES:
+            body.append(chunk)
+        elif body and isinstance(body[-1], bytearray):
+            body[-1] += chunk  # a byte at a time would be two hundred of memory each
+        elif chunk:
+            body.append(bytearray(chunk))
     if encoding == "identity":
         return Segments(body)
     packed = b"".join(body)

@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import time
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import tritonclient.http as oip
 
 from service.config import ServiceConfig
-from service.limits import BodyGuard
+from service.limits import BodyGuard, read_body
 from service.routes import TensorResponse
 from tests.service.echo import Server, echo
 from tests.service.served import inputs_of, make_tokens
@@ -232,6 +233,27 @@ def test_bodies_announced_without_a_key_keep_nobody_out(make_running):
         assert answer.status_code == 200, answer.text
     for conn in conns:
         conn.close()
+
+
+def test_a_body_in_crumbs_is_put_together():
+    """A piece costs two hundred bytes whatever it holds: those of one byte are joined."""
+    rng = random.Random(2)
+    whole = rng.randbytes(60_000)
+    sizes = [1] * 20_000 + [5000, 1, 0, 4096, 3, 10_000]
+    sizes.append(len(whole) - sum(sizes))
+
+    class Crumbs:
+        headers: ClassVar[dict] = {}
+
+        async def stream(self):
+            at = 0
+            for size in sizes:
+                yield whole[at : at + size]
+                at += size
+
+    body = asyncio.run(read_body(Crumbs(), ServiceConfig()))
+    assert bytes(body.join()) == whole
+    assert len(body.parts) == 7
 
 
 def test_unread_answers_count_as_memory():
