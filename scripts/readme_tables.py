@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/performance.md", "docs/attention_pre.md")
+PAGES = ("README.md", "docs/performance.md", "docs/attention_pre.md", "docs/cmp.md")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 Found = dict[str, Any]
@@ -184,6 +184,104 @@ def attention_pre() -> list[str]:
     return [*table(columns, body), "", floor, source(found, "attention_pre_h200.json")]
 
 
+ATTENTION = "attention_pre_h200.json"
+
+
+def cold_rows(name: str) -> dict[tuple[str, int, int], Found]:
+    """Rows with cold L2 by variant, token rows and keys."""
+    rows = (load(name) or {}).get("rows", [])
+    return {
+        (r["variant"], r["m"], r["kv"]): r
+        for r in rows
+        if r["l2"] == "cold" and r["us"] is not None
+    }
+
+
+def cmp_source() -> str:
+    meta = dict((load(ATTENTION) or {})["meta"]["cmp"])
+    return source({"meta": {"num_gpus": 1, **meta}}, ATTENTION)
+
+
+def cmp_modes() -> list[str]:
+    """The kinds of graph at 16 tokens, 8192 keys."""
+    rows = cold_rows(ATTENTION)
+    body = []
+    for variant, name in {**VARIANTS, "megakernel_beside_cmp": "megakernel, same process"}.items():
+        found = rows.get((variant, 16, 8192))
+        if found and variant not in ("megakernel", "peer_serial"):
+            times = (cell(found.get(k), ".1f") for k in ("us", "graph_us", "span_us"))
+            body.append([name, *times])
+    columns = ("M = 16, 8192 keys, cold", "µs", "one graph", "span")
+    return [*table(columns, body), "", cmp_source()]
+
+
+def cmp_edge() -> list[str]:
+    """One edge: spans of one run without and with PDL, by where the consumer waits."""
+    rows = cold_rows(ATTENTION)
+    sizes = sorted({m for variant, m, _ in rows if variant.startswith("edge ")})
+    body = []
+    for field, label in (("span_us", "one run, span"), ("us", "in a row of runs")):
+        for wait, name in (
+            ("entry", "entry"),
+            ("prologue", "prologue first"),
+            ("late", "weights before it"),
+        ):
+            line = [f"{label}: {name}"]
+            for m in sizes:
+                off, on = (rows[f"edge A0->B0p {wait}{pdl}", m, 512] for pdl in ("", " pdl"))
+                line.append(f"{off[field]:.2f} → {on[field]:.2f}")
+            body.append(line)
+    return [*table(("M", *map(str, sizes)), body), "", cmp_source()]
+
+
+def cmp_counter() -> list[str]:
+    """The edge whose consumer has nothing to do before its wait."""
+    rows = cold_rows(ATTENTION)
+    sizes = sorted({m for variant, m, _ in rows if variant.startswith("counter ")})
+    body = []
+    for field, label in (("us", "in a row of runs"), ("span_us", "one run, span")):
+        off, on = (
+            [rows[f"counter O->RMSNorm {pdl}", m, 512][field] for m in sizes]
+            for pdl in ("off", "pdl")
+        )
+        body.append([label, *(f"{a:.2f} → {b:.2f}" for a, b in zip(off, on, strict=True))])
+    return [*table(("M", *map(str, sizes)), body), "", cmp_source()]
+
+
+def cmp_stages() -> list[str]:
+    """Stages joining one by one, and each alone; the megakernel's beside them."""
+    rows = cold_rows(ATTENTION)
+    names = ("A0", "C0", "B1", "B0", "D0", "D1", "D2", "E1")
+
+    def so_far(form: str) -> list[float | None]:
+        found = (rows.get((form.format(" ".join(names[: i + 1])), 16, 8192)) for i in range(8))
+        return [f and f["us"] for f in found]
+
+    graph, alone = so_far("branches_pdl prefix {}"), []
+    for name in names:
+        found = rows.get((f"branches_pdl alone {name}", 16, 8192))
+        alone.append(found and found["us"])
+    added = [
+        None if now is None or before is None else now - before
+        for now, before in zip(graph, [0.0, *graph], strict=False)
+    ]
+    lines = (("graph so far", graph), ("added", added), ("alone", alone))
+    body = [[label, *(cell(v, ".1f") for v in values)] for label, values in lines]
+    columns = ("", "A0", *(f"+{name}" for name in names[1:]))
+    return [*table(columns, body), "", cmp_source()]
+
+
+def cmp_shapes() -> list[str]:
+    """Both engines in one process, by shape."""
+    rows = cold_rows(ATTENTION)
+    body = []
+    for m, kv in sorted({(m, kv) for variant, m, kv in rows if variant == "branches_pdl"}):
+        ours, other = rows["branches_pdl", m, kv], rows.get(("megakernel_beside_cmp", m, kv))
+        times = (ours["us"], None if other is None else other["us"])
+        body.append([str(m), f"{kv:,}", *(cell(t, ".1f") for t in times)])
+    return [*table(("M", "keys", "CMP, µs", "megakernel, µs"), body), "", cmp_source()]
+
+
 def stress() -> list[str]:
     """A line per matrix of cases, and one per soak: calls in a row with whatever may go wrong."""
     body, sources = [], []
@@ -246,6 +344,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "moe-gpu-one": moe_gpu_one,
     "moe-cpu": moe_cpu,
     "attention-pre": attention_pre,
+    "cmp-modes": cmp_modes,
+    "cmp-edge": cmp_edge,
+    "cmp-counter": cmp_counter,
+    "cmp-stages": cmp_stages,
+    "cmp-shapes": cmp_shapes,
     "stress": stress,
     "power": power,
 }
