@@ -353,10 +353,10 @@ def _call(tensors: dict[str, Tensor], n: int, info: AttentionInfo) -> dict[str, 
             f"in 1..{info.num_pages}"
         )
     expect(cache, ("UINT8",), (cache.shape[0], PAGE_BYTES))
-    if len(table.shape) != 2 or table.shape[1] < max(pages):
+    if len(table.shape) != 2 or not max(pages) <= table.shape[1] <= info.num_pages:
         raise bad(
             f"input 'block_table' has shape {list(table.shape)}: must be [{len(context)}, w] with "
-            f"w at least {max(pages)}, the pages of the longest request"
+            f"w in {max(pages)}..{info.num_pages}: from the pages of the longest request to all"
         )
     expect(table, ("INT32",), (len(context), table.shape[1]))
     values = table.array()

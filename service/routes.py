@@ -33,6 +33,8 @@ __all__ = ["make_router"]
 
 PRODUCT: Final = "megamoe"
 PRODUCT_VERSION: Final = "0.1.0"
+LARGE_JSON: Final = 1 << 20
+"""JSON that takes long enough to hold up other requests: a thread parses it."""
 
 ModelName = Annotated[
     str,
@@ -191,7 +193,12 @@ def make_router(
         ready_layer()
         body = await read_body(request, config)
         header = request.headers.get(codec.HEADER_LENGTH)
-        message, tensors = codec.decode_infer(body, header, config.max_json_bytes)
+        json_bytes = codec.split_body(body.nbytes, header)
+        arguments = body, header, config.max_json_bytes
+        if json_bytes > LARGE_JSON:
+            message, tensors = await asyncio.to_thread(codec.decode_infer, *arguments)
+        else:
+            message, tensors = codec.decode_infer(*arguments)
         wanted = wanted_outputs(message, model)
         layer = ready_layer()
         work = model.parse(message, tensors, layer, config.request_timeout_s)

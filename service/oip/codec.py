@@ -13,7 +13,7 @@ from service.engine import Segments
 from service.errors import ServiceError
 from service.oip.schema import InferRequest, InferResponse, RequestInput, ResponseOutput
 
-__all__ = ["HEADER_LENGTH", "ITEM_BYTES", "Tensor", "decode_infer", "encode_infer"]
+__all__ = ["HEADER_LENGTH", "ITEM_BYTES", "Tensor", "decode_infer", "encode_infer", "split_body"]
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 

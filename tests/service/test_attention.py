@@ -221,7 +221,11 @@ PAGES = np.zeros((2, PAGE_BYTES), np.uint8)
         ),
         (
             {"context_lens": [70], "index_cache": PAGES, "block_table": [[0]]},
-            "'block_table' has shape [1, 1]: must be [1, w] with w at least 2",
+            "'block_table' has shape [1, 1]: must be [1, w] with w in 2..8",
+        ),
+        (
+            {"context_lens": [9], "index_cache": PAGES, "block_table": np.zeros((1, 60_000))},
+            "'block_table' has shape [1, 60000]: must be [1, w] with w in 1..8",
         ),
         (
             {"context_lens": [9, 9], "new_tokens": [2, 2], "index_cache": PAGES,
