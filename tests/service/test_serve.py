@@ -288,39 +288,6 @@ def test_under_torchrun_with_the_smallest_rings_beside_another_service(client):
         served.assert_nothing_left()
 
 
-def test_a_layer_of_a_checkpoint_with_its_router(tmp_path):
-    """``megamoe serve --checkpoint DIR --layer N``: routes and weights are those of the files."""
-    import torch
-
-    from launcher.synthetic import write_checkpoint
-    from megamoe.checkpoint import Checkpoint
-    from megamoe.reference.moe import moe_forward_detail
-    from megamoe.weights import iter_local_experts
-    from tests.compare import assert_matches_oracle
-
-    folder = write_checkpoint(tmp_path / "model", "deepseek_v3", seed=5)
-    checkpoint = Checkpoint.open(folder)
-    spec = checkpoint.moe_spec(1)
-    x, _, _ = make_tokens(40, seed=3, hidden=spec.hidden)
-    torch_x = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
-    want_ids, want_weights = checkpoint.router(1)(torch_x)
-    experts = list(iter_local_experts(checkpoint, 1, 0, 1))
-    routed, shared = experts[: spec.num_experts], experts[spec.num_experts :]
-    with Served("--checkpoint", str(folder), "--layer", "1", shape=None) as served:
-        served.wait_ready()
-        wanted = ["output", "topk_ids", "topk_weights"]
-        with served.client() as client:
-            result = infer(client, x, outputs=wanted)
-            assert client.get_model_metadata("moe")["inputs"][0]["shape"] == [-1, spec.hidden]
-    ids, weights = result.as_numpy("topk_ids"), result.as_numpy("topk_weights")
-    assert (ids == want_ids.numpy()).all(), np.argwhere(ids != want_ids.numpy())[0]
-    assert weights == pytest.approx(want_weights.float().numpy(), rel=1e-6)
-    args = torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights.copy())
-    detail = moe_forward_detail(spec, torch_x, *args, routed, shared)
-    y = torch.from_numpy(result.as_numpy("output").view(np.uint16).copy()).view(torch.bfloat16)
-    assert_matches_oracle(y, detail.y, spec)
-
-
 # ---------------------------------------------------------------- faults of ranks
 
 
@@ -489,12 +456,54 @@ def test_sigterm_while_the_ranks_load():
         served.assert_nothing_left()
 
 
-def test_a_killed_supervisor_takes_everything_with_it():
-    with Served("--max-restarts", "0") as served:
-        served.wait_ready()
-        served.signal(signal.SIGKILL)
-        served.wait_exit(5)
-        served.assert_nothing_left(60)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from launcher.synthetic import write_checkpoint
+    from megamoe.checkpoint import Checkpoint
+
+    folder = tmp_path_factory.mktemp("served") / "model"
+    return Checkpoint.open(write_checkpoint(folder, "deepseek_v3", seed=5))
+
+
+@pytest.fixture(scope="module")
+def served_checkpoint(checkpoint):
+    options = ("--checkpoint", str(checkpoint.path), "--layer", "1", "--max-restarts", "0")
+    with Served(*options, shape=None) as running:
+        running.wait_ready()
+        yield running
+
+
+def test_a_layer_of_a_checkpoint_with_its_router(checkpoint, served_checkpoint):
+    """``megamoe serve --checkpoint DIR --layer N``: routes and weights are those of the files."""
+    import torch
+
+    from megamoe.reference.moe import moe_forward_detail
+    from megamoe.weights import iter_local_experts
+    from tests.compare import assert_matches_oracle
+
+    spec = checkpoint.moe_spec(1)
+    x, _, _ = make_tokens(40, seed=3, hidden=spec.hidden)
+    torch_x = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16)
+    want_ids, want_weights = checkpoint.router(1)(torch_x)
+    experts = list(iter_local_experts(checkpoint, 1, 0, 1))
+    routed, shared = experts[: spec.num_experts], experts[spec.num_experts :]
+    wanted = ["output", "topk_ids", "topk_weights"]
+    with served_checkpoint.client() as client:
+        result = infer(client, x, outputs=wanted)
+        assert client.get_model_metadata("moe")["inputs"][0]["shape"] == [-1, spec.hidden]
+    ids, weights = result.as_numpy("topk_ids"), result.as_numpy("topk_weights")
+    assert (ids == want_ids.numpy()).all(), np.argwhere(ids != want_ids.numpy())[0]
+    assert weights == pytest.approx(want_weights.float().numpy(), rel=1e-6)
+    args = torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights.copy())
+    detail = moe_forward_detail(spec, torch_x, *args, routed, shared)
+    y = torch.from_numpy(result.as_numpy("output").view(np.uint16).copy()).view(torch.bfloat16)
+    assert_matches_oracle(y, detail.y, spec)
+
+
+def test_a_killed_supervisor_takes_everything_with_it(served_checkpoint):
+    served_checkpoint.signal(signal.SIGKILL)
+    served_checkpoint.wait_exit(5)
+    served_checkpoint.assert_nothing_left(60)
 
 
 @pytest.mark.parametrize(
