@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from megamoe.attention_pre.grid import Block, Tiler
@@ -20,7 +21,10 @@ from megamoe.attention_pre.tiling import (
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
 
-__all__ = ["tile_graph"]
+__all__ = ["FINAL_ROWS", "tile_graph"]
+
+FINAL_ROWS: Final = 16
+"""Token rows of a task that sums parts: eight warps take two each, all their loads under way."""
 
 
 def _norm_quant(t: Tiler) -> list[StageTiles]:
@@ -174,18 +178,21 @@ def _finished_apart(
         tiles.append(t.fp8_tile(block, (t.partial(block),), more=fields(block)))
         if block.part[0] != parts - 1:
             continue
-        size = (block.rows[1] - block.rows[0]) * (block.cols[1] - block.cols[0])
-        finals.append(
-            t.tile(
-                {**block.fields, **fields(block)},
-                (Region(t.partials_name, (block.rows, block.cols)), *reads(block)),
-                finished(block),
-                input_bytes=4 * size * parts,
-                output_bytes=size,
+        for row in range(*block.rows, FINAL_ROWS):
+            rows = replace(block, rows=(row, min(row + FINAL_ROWS, block.rows[1])))
+            size = (rows.rows[1] - row) * (block.cols[1] - block.cols[0])
+            finals.append(
+                t.tile(
+                    {**rows.fields, **fields(rows)},
+                    (Region(t.partials_name, (rows.rows, rows.cols)), *reads(rows)),
+                    finished(rows),
+                    input_bytes=4 * size * parts,
+                    output_bytes=size,
+                )
             )
-        )
     gemm = t.specialization(n, k, k // parts, {**shape, "apart": 1})
-    final = t.specialization(n, k, k // parts, shape, opcode=opcode)
+    band = min(t.band, FINAL_ROWS)
+    final = t.specialization(n, k, k // parts, shape, band=band, opcode=opcode)
     return [
         t.done(gemm, tiles, None, (t.partials(n, parts),)),
         t.done(final, finals, name=f"{t.stage.name}.final"),

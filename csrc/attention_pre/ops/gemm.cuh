@@ -371,15 +371,20 @@ inline constexpr int kRowsOfWarp = kChunk<N> / int(kMathWarps);
 MEGAMOE_DEVICE uint32_t token_of(uint32_t chunk, uint32_t i) {
     return chunk * kChunkTokens + i * kMathWarps + threadIdx.x / 32;
 }
+// The warp's tokens by number, a lane each: number chunk * kRowsOfWarp + i; past the band's, none.
+template <int N>
+MEGAMOE_DEVICE uint32_t token_of_lane() {
+    const uint32_t lane = ptx::lane();
+    return lane < N / kMathWarps ? token_of(lane / kRowsOfWarp<N>, lane % kRowsOfWarp<N>) : ~0u;
+}
 
 // A finisher has
-//   ask(chunk)          loads that need no event, for the tokens `token_of(chunk, i)` of this warp;
-//   early(chunk)        and those whose addresses they give. Chunk 0's are asked for before the
-//                       main loop and when its first wgmmas have been issued
+//   early(chunk)        loads that need no event, for the tokens `token_of(chunk, i)` of this warp.
+//                       Chunk 0's are issued behind the main loop's first wgmmas. Their addresses
+//                       were asked for when it was made
 //   late(chunk)         loads of what other tasks stored
 //   row(i, token, v)    columns 4 l ... 4 l + 3 of token `token_of(chunk, i)` in lane l
 struct NoLoads {
-    MEGAMOE_DEVICE void ask(uint32_t) {}
     MEGAMOE_DEVICE void early(uint32_t) {}
     MEGAMOE_DEVICE void late(uint32_t) {}
 };
@@ -393,10 +398,6 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
     constexpr int kChunks = N / kChunk<N>, kPerChunk = kAcc / kChunks;
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-        if (chunk > 0) {
-            finisher.ask(chunk);
-            finisher.early(chunk);
-        }
         ptx::named_barrier<kMathThreads>(kMathBarrier);  // the last rows have been read
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {  // accumulators need constant indices
@@ -413,6 +414,7 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
                 &gather[i * kMathWarps + threadIdx.x / 32][lane * 4]);
             if (token_of(chunk, i) < rows) finisher.row(i, token_of(chunk, i), v);
         }
+        if (chunk + 1 < kChunks) finisher.early(chunk + 1);
     }
 }
 
@@ -432,6 +434,27 @@ struct StorePartial : NoLoads {
     }
 };
 
+// The same from registers: of each token the eight lanes of a column group store a whole sector.
+template <int N>
+MEGAMOE_DEVICE void store_partial(const Task& t, const float (&acc)[N / 2], float* partials,
+                                  uint32_t n) {
+    const Instruction& inst = t.inst();
+    const uint32_t lane = ptx::lane(), rows = inst.rows, first = (lane & 3) * 2;
+    const uint32_t column = threadIdx.x / 32 * 16 + lane / 4, pitch = inst.parts * n;
+    const bool mine[2] = {column < inst.cols, column + 8 < inst.cols};
+    float* to = partials + uint64_t(inst.row + first) * pitch + inst.part * n + inst.col + column;
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+            const uint32_t token = i / 4 * 8 + odd;
+            float* at = to + token * pitch;
+            if (first + token >= rows) continue;
+            if (mine[0]) at[0] = acc[i + odd];
+            if (mine[1]) at[8] = acc[i + 2 + odd];
+        }
+}
+
 MEGAMOE_DEVICE void add(float4& a, const float4& b) {
     a.x += b.x;
     a.y += b.y;
@@ -450,10 +473,7 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
         partials + uint64_t(inst.row) * parts * n + inst.col + min(ptx::lane() * 4, inst.cols - 4);
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows; ++chunk) {
-        if (chunk > 0) {
-            finisher.ask(chunk);
-            finisher.early(chunk);
-        }
+        if (chunk > 0) finisher.early(chunk);
         finisher.late(chunk);
         float4 sum[R] = {};
 #pragma unroll 1
@@ -483,7 +503,6 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
 // The main loop, with the finisher's first loads.
 template <class S, class Finisher>
 MEGAMOE_DEVICE void gemm_before(const Task& t, Tiles<S>& acc, Finisher& finisher) {
-    finisher.ask(0);
     if constexpr (S::kBand <= 32) {
         gemm_fp8<S>(t, acc, [&] { finisher.early(0); });
     } else {  // no registers to spare inside the loop
@@ -507,7 +526,6 @@ MEGAMOE_DEVICE void reduced_gemm(const Task& t, float* partials, Finisher& finis
 // A task that sums the parts of others.
 template <class S, class Finisher>
 MEGAMOE_DEVICE void finish_parts(const Task& t, const float* partials, Finisher& finisher) {
-    finisher.ask(0);
     finisher.early(0);
     t.wait_inputs();
     emit_sums<S::kBand, S::kParts>(t, partials, S::kN, finisher);
@@ -523,8 +541,12 @@ MEGAMOE_DEVICE void partial_gemm(const Task& t, uint32_t n, uint32_t blocks) {
         gemm_fp8_wide<N>(t, blocks, acc[0]);
     else
         gemm_fp8<N, 1, 0>(t, blocks, acc);
+#ifdef MEGAMOE_ATTENTION_GATHER_PARTIALS
     StorePartial store(t, t.operand<float>(operand::qkv_a::partials), n);
     emit_rows<N>(t, acc[0], store);
+#else
+    store_partial<N>(t, acc[0], t.operand<float>(operand::qkv_a::partials), n);
+#endif
 }
 
 }  // namespace megamoe::attention

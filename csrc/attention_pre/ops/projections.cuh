@@ -19,7 +19,7 @@ template <class S>
 struct IndexKeyRow {
     const Task& t;
     RowRotations<S::kBand, S::kRope> rotations;
-    int64_t slot[kRowsOfWarp<S::kBand>];
+    int64_t slot = 0;  // of the warp's token number `lane`
     float4 weight, bias;
 
     MEGAMOE_DEVICE explicit IndexKeyRow(const Task& t)
@@ -29,21 +29,15 @@ struct IndexKeyRow {
         namespace slots = operand::index_key;
         weight = unpack4(__ldg(t.operand<const uint2>(slots::norm_weight) + ptx::lane()));
         bias = unpack4(__ldg(t.operand<const uint2>(slots::norm_bias) + ptx::lane()));
-    }
-    MEGAMOE_DEVICE void ask(uint32_t chunk) {
-        rotations.ask(chunk);
-#pragma unroll
-        for (int i = 0; i < kRowsOfWarp<S::kBand>; ++i) {
-            const uint32_t token = token_of(chunk, i);
-            slot[i] = token < t.inst().rows
-                          ? __ldg(t.operand<const int64_t>(operand::index_key::slots) +
-                                  t.inst().row + token)
-                          : 0;
-        }
+        const uint32_t token = token_of_lane<S::kBand>();
+        if (token < t.inst().rows)
+            slot = __ldg(t.operand<const int64_t>(slots::slots) + t.inst().row + token);
     }
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     MEGAMOE_DEVICE void late(uint32_t) {}
-    MEGAMOE_DEVICE void row(int i, uint32_t, float4 v) const {
+    MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
+        const uint64_t at =
+            __shfl_sync(~0u, slot, token / kChunkTokens * kRowsOfWarp<S::kBand> + uint32_t(i));
         const float mean = sum_lanes(v.x + v.y + v.z + v.w) / kGroup;
         v = {v.x - mean, v.y - mean, v.z - mean, v.w - mean};
         const float variance = sum_lanes(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / kGroup;
@@ -52,9 +46,9 @@ struct IndexKeyRow {
              v.w * f * weight.w + bias.w};
         v = rotations.of[i](v);
         const Quantiser quantiser(max_lanes(amax4(v)), t.has(kScalePow2));
-        const uint64_t place = uint64_t(slot[i]) % kCacheKeys;
-        uint8_t* page = t.operand<uint8_t>(operand::index_key::cache) +
-                        uint64_t(slot[i]) / kCacheKeys * kCachePageBytes;
+        const uint64_t place = at % kCacheKeys;
+        uint8_t* page =
+            t.operand<uint8_t>(operand::index_key::cache) + at / kCacheKeys * kCachePageBytes;
         reinterpret_cast<uint32_t*>(page + place * kGroup)[ptx::lane()] = quantiser.pack(v);
         if (ptx::lane() == 0)
             reinterpret_cast<float*>(page + kCacheCodeBytes)[place] = quantiser.scale;
@@ -83,7 +77,6 @@ struct IndexQueryRow {
         : t(t),
           rotations(t, t.operand<const uint32_t>(operand::index_query::positions),
                     t.operand<const float>(operand::index_query::rope), int(ptx::lane() * 2)) {}
-    MEGAMOE_DEVICE void ask(uint32_t chunk) { rotations.ask(chunk); }
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     // A lane per part. Loads of every token are under way before the first is looked at: in order,
     // as a GPU issues, one sum would hold up the next token's loads.
@@ -146,7 +139,6 @@ struct MainQueryRow : StoreBf16 {
               t, t.operand<const uint32_t>(operand::main_query::positions),
               t.operand<const float>(operand::main_query::rope),
               t.has(kHasRope) ? (int(ptx::lane() * 4) - (int(kTileRows) - S::kRope)) / 2 : -1) {}
-    MEGAMOE_DEVICE void ask(uint32_t chunk) { rotations.ask(chunk); }
     MEGAMOE_DEVICE void early(uint32_t chunk) { rotations.load(chunk); }
     MEGAMOE_DEVICE void row(int i, uint32_t token, float4 v) const {
         StoreBf16::row(i, token, rotations.of[i](v));

@@ -103,28 +103,23 @@ struct Rotation {
 template <int N, int kRope>
 struct RowRotations {
     Rotation of[kRowsOfWarp<N>];
-    uint32_t position[kRowsOfWarp<N>];
-    const uint32_t* positions;
+    uint32_t position;  // of the warp's token number `lane`
     const float* table;
     int pair;
     uint32_t rows;
 
     MEGAMOE_DEVICE RowRotations(const Task& t, const uint32_t* positions, const float* table,
                                 int pair)
-        : positions(positions + t.inst().row), table(table), pair(pair), rows(t.inst().rows) {}
-    // Where the rows of the table are. `load` waits for it.
-    MEGAMOE_DEVICE void ask(uint32_t chunk) {
-#pragma unroll
-        for (int i = 0; i < kRowsOfWarp<N>; ++i) {
-            const uint32_t token = token_of(chunk, i);
-            position[i] = token < rows ? ptx::load_constant(positions + token) : 0;
-        }
+        : position(0), table(table), pair(pair), rows(t.inst().rows) {
+        const uint32_t token = token_of_lane<N>();
+        if (token < rows) position = ptx::load_constant(positions + t.inst().row + token);
     }
     MEGAMOE_DEVICE void load(uint32_t chunk) {
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp<N>; ++i) {
+            const uint32_t at = __shfl_sync(~0u, position, chunk * kRowsOfWarp<N> + i);
             of[i].active = false;
-            if (token_of(chunk, i) < rows) of[i].template load<kRope>(table, position[i], pair);
+            if (token_of(chunk, i) < rows) of[i].template load<kRope>(table, at, pair);
         }
     }
 };
