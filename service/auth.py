@@ -4,6 +4,9 @@ With a key, every other path wants it, as ``Authorization: Bearer KEY``, ``X-API
 the password of HTTP Basic, so that a browser can open the dashboard. Without a key the service is
 bound to loopback, and only requests addressed to a loopback name pass: a web page whose name was
 rebound to 127.0.0.1 sends its own name.
+
+Any web page may make its reader's browser post to 127.0.0.1, or to a service whose key the browser
+remembers. Browsers then say whose page it was (``Origin``): another's changes nothing here.
 """
 
 from __future__ import annotations
@@ -35,6 +38,19 @@ class Auth:
         """Handles one ASGI scope."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if (
+                origin is not None
+                and scope["method"] not in ("GET", "HEAD")
+                and origin.partition("://")[2] != headers.get("host", "")
+            ):
+                response = error_response(
+                    403,
+                    f"a page of {origin[:80]} may not post here: only the service's own pages, and "
+                    "clients that are no browsers",
+                )
+                await response(scope, receive, send)
+                return
             if self.key is None:
                 if not is_loopback(_host_name(headers.get("host", ""))):
                     response = error_response(

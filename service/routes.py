@@ -55,7 +55,7 @@ def _refs(*statuses: int) -> dict[int | str, dict[str, Any]]:
     names = {
         400: "Malformed, or more than the layer holds",
         401: "Missing or wrong API key",
-        403: "Not addressed to a loopback name, and no API key is set",
+        403: "Not addressed to a loopback name, and no API key is set; or from another's web page",
         404: "No such model, version or path",
         405: "Wrong method",
         408: "The body came too slowly",

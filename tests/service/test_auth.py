@@ -121,6 +121,23 @@ def test_without_a_key_only_loopback_names_are_served(server):
     assert httpx.get(server.url + "/ready", headers={"Host": "probe"}).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://evil.example", "https://127.0.0.1", "null", ""])
+def test_pages_of_others_cannot_post(server, http, origin):
+    """What a browser sends for ``fetch(..., {method: "POST", mode: "no-cors"})`` of any page."""
+    own = f"http://127.0.0.1:{server.port}"
+    for url, headers in ((server.url, {}), (str(http.base_url), {"X-API-Key": KEY})):
+        path = url.rstrip("/") + "/v2/models/moe/infer"
+        answer = httpx.post(path, content=b"{}", headers={**headers, "Origin": origin})
+        assert answer.status_code == 403, origin
+        assert "may not post" in answer.json()["error"]
+        # Reading says nothing: a page does not get to see it.
+        get = httpx.get(url.rstrip("/") + "/v2", headers={**headers, "Origin": origin})
+        assert get.status_code == 200
+        assert "access-control-allow-origin" not in get.headers
+    mine = httpx.post(own + "/v2/models/moe/infer", content=b"{}", headers={"Origin": own})
+    assert mine.status_code == 400
+
+
 def test_fault_injection_with_the_flag(http):
     headers = {"X-API-Key": KEY}
     body = {"rank": 9, "action": "kill"}
