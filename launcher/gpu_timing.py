@@ -34,8 +34,8 @@ class Sustained:
         sm_mhz: in the middle of the run, the slowest rank's; None where it cannot be read.
         watts: the sum over ranks, then.
         throttle: reasons for which any rank's clocks were held back, then.
-        counters: rates of the run's first half (``gpm.RATES``), means over ranks; None where the
-            GPU does not give them.
+        counters: rates of the second half of the run (``gpm.RATES``), means over ranks; None where
+            the GPU does not give them.
     """
 
     us: float
@@ -106,13 +106,20 @@ class GpuTimer:
         before = self.sampler.read()
         start = time.perf_counter()
         begin.record()
-        for i in range(count):
+        # The GPU's counters lag by a tenth of a second: both samples are taken well inside the run.
+        sampled = False
+        for _ in range(count):
             call()
-            if i == 0:
+            if not sampled and time.perf_counter() - start > 0.4 * seconds:
                 self._gpm.begin()
+                sampled = True
         end.record()
-        time.sleep(max(0.0, 0.6 * seconds - (time.perf_counter() - start)))
+        if not sampled:
+            _sleep_until(start + 0.4 * seconds)
+            self._gpm.begin()
+        _sleep_until(start + 0.6 * seconds)
         during = self.sampler.read()
+        _sleep_until(start + 0.9 * seconds)
         rates = self._gpm.end()
         torch.cuda.synchronize()
         after = self.sampler.read()
@@ -137,6 +144,11 @@ class GpuTimer:
         spent = (time.perf_counter() - start) / calls * 1e6
         torch.cuda.synchronize()
         return max(self._group.gather(spent))
+
+
+def _sleep_until(when: float) -> None:
+    """Until ``time.perf_counter`` says so."""
+    time.sleep(max(0.0, when - time.perf_counter()))
 
 
 def _energy(before: Reading, after: Reading) -> float | None:
