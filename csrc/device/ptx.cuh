@@ -12,6 +12,12 @@ MEGAMOE_DEVICE uint32_t shared_address(const void* p) {
     return uint32_t(__cvta_generic_to_shared(p));
 }
 MEGAMOE_DEVICE uint32_t lane() { return threadIdx.x & 31; }
+// threadIdx.x, read anew: what follows from it is not kept in registers from task to task.
+MEGAMOE_DEVICE uint32_t thread_anew() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 
 // Lane 0's value in every lane, and what lane 0 has acquired with it: a shuffle alone moves a value
 // and orders no memory.

@@ -1,11 +1,13 @@
 // The MoE kernel: one persistent launch per rank and call, one CTA per SM.
 //
 //   warps   role                                            file
+//   all     stage rows                                      stage.cuh
 //   all     list routes, publish and receive counts         dispatch.cuh
 //   0-7     math: Linear 1, SwiGLU, Linear 2, combine       math.cuh and what it includes
-//   combine.cuh 8       tickets, tasks, weights                         feed.cuh 9 activations
-//   feed.cuh 10      announces finished tiles                        publish.cuh 11      pulls rows
-//   from peers                           pull.cuh
+//   8       tickets, tasks, weights                         feed.cuh
+//   9       activations                                     feed.cuh
+//   10      announces finished tiles                        publish.cuh
+//   11      pulls rows from peers                           pull.cuh
 //
 // Roles walk one stream of tasks (shared.cuh) in step with stages of weights and activations.
 #pragma once
@@ -14,6 +16,7 @@
 #include "moe/math.cuh"
 #include "moe/publish.cuh"
 #include "moe/pull.cuh"
+#include "moe/stage.cuh"
 
 namespace megamoe::moe {
 
@@ -67,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     auto& s = *reinterpret_cast<SharedStorage*>(raw);
     // Facts of the compiler, not of a run.
     if (ptx::shared_address(s.w) != kWAddress || ptx::shared_address(s.x) != kXAddress) __trap();
+    stage_call(p);
     init(p, s);
     if (stopped(s.call)) return;  // given up before: only reset() mends that
     RouteLister(p, s).run();

@@ -25,6 +25,9 @@ struct Quantiser {
     MEGAMOE_DEVICE explicit Quantiser(float amax)
         : scale(__fdiv_rn(fmaxf(amax, kTinyAmax), kE4m3Max)), inverse(__frcp_rn(scale)) {}
     MEGAMOE_DEVICE uint32_t pack(float low, float high) const {
+        return quantise(low, high, inverse);
+    }
+    MEGAMOE_DEVICE static uint32_t quantise(float low, float high, float inverse) {
         return ptx::pack_e4m3(__fmul_rn(low, inverse), __fmul_rn(high, inverse));
     }
 };
@@ -45,7 +48,8 @@ inline constexpr uint32_t kHRowBytes = kInter * kElementBytes;
 template <int N>
 MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task& task,
                                 float (&acc)[2][N / 2]) {
-    const uint32_t lane = ptx::lane(), quad = lane & 3, warp = threadIdx.x / 32;
+    const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
+    const uint32_t warp = thread / 32;
     const L2Rows to(p, task);
     const float clamp = p.swiglu_clamp;
     const uint32_t turn = s.math[warp].amax_turn, next = turn == 2 ? 0 : turn + 1;
@@ -54,7 +58,7 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
     s.math[warp].amax_turn = next;
     if constexpr (kFp8) {
         // All of it: the next tile may have more tokens than this one.
-        for (uint32_t i = threadIdx.x; i < kMaxBlockM; i += kMathThreads) s.amax[next][i] = 0;
+        for (uint32_t i = thread; i < kMaxBlockM; i += kMathThreads) s.amax[next][i] = 0;
     }
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
@@ -74,7 +78,20 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
             }
         }
     }
-    if constexpr (kFp8) ptx::named_barrier<kMathThreads>(kMathBarrier);
+    // A token's scale is worked out by one lane of each warp, which tells the others: divisions are
+    // slow.
+    constexpr int kPerLane = int(ceil_div(N, 32));
+    float inverse[kPerLane] = {};
+    if constexpr (kFp8) {
+        ptx::named_barrier<kMathThreads>(kMathBarrier);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const uint32_t token = i * 32 + lane;
+            const Quantiser quantiser(__uint_as_float(amax[min(token, kMaxBlockM - 1)]));
+            inverse[i] = quantiser.inverse;
+            if (warp == 0 && token < task.num_rows) to.scales[token] = quantiser.scale;
+        }
+    }
 
     // After the 8x8 transposes, lane = token (of 8) * 4 + quad, and a quad has 4 neighbours.
     uint8_t* row =
@@ -86,10 +103,9 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
             uint32_t v = 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const uint32_t token = j * 8 + quad * 2 + c;
-                const Quantiser quantiser(__uint_as_float(amax[token]));
-                v |= quantiser.pack(acc[0][j * 4 + c], acc[0][j * 4 + 2 + c]) << (16 * c);
-                if (threadIdx.x < 4 && token < task.num_rows) to.scales[token] = quantiser.scale;
+                const float scale = __shfl_sync(~0u, inverse[j / 4], j % 4 * 8 + quad * 2 + c);
+                v |= Quantiser::quantise(acc[0][j * 4 + c], acc[0][j * 4 + 2 + c], scale)
+                     << (16 * c);
             }
             v = __byte_perm(ptx::transpose_8x8(v), 0, 0x3120);
             if (mine) ptx::store_u32(row, v);
@@ -121,8 +137,8 @@ MEGAMOE_DEVICE void quad_transpose(uint32_t (&r)[4], uint32_t quad) {
 }
 
 MEGAMOE_DEVICE void linear1_many(const MoEParams& p, const Task& task, ManyAccumulators& acc) {
-    const uint32_t lane = ptx::lane(), quad = lane & 3;
-    const uint32_t first = threadIdx.x / 32 * 16 + lane / 4;  // and first + 8
+    const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
+    const uint32_t first = thread / 32 * 16 + lane / 4;  // and first + 8
     const L2Rows to(p, task);
     const float clamp = p.swiglu_clamp;
     float amax[2] = {0.f, 0.f};

@@ -16,7 +16,8 @@ MEGAMOE_DEVICE bool has_columns(const Task& task, uint32_t half) {
 
 template <int N>
 MEGAMOE_DEVICE void linear2_few(SharedStorage& s, const Task& task, float (&acc)[2][N / 2]) {
-    const uint32_t lane = ptx::lane(), quad = lane & 3, warp = threadIdx.x / 32;
+    const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
+    const uint32_t warp = thread / 32;
     const uint32_t column = task.n * kTileN + warp * 32 + quad * 8;
     const bool have = has_columns(task, warp / 4);
 #pragma unroll
@@ -33,10 +34,10 @@ MEGAMOE_DEVICE void linear2_few(SharedStorage& s, const Task& task, float (&acc)
 }
 
 MEGAMOE_DEVICE void linear2_many(SharedStorage& s, const Task& task, ManyAccumulators& acc) {
-    const uint32_t lane = ptx::lane(), quad = lane & 3;
+    const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const uint32_t row = threadIdx.x / 32 * 16 + lane / 4 + h * 8;
+        const uint32_t row = thread / 32 * 16 + lane / 4 + h * 8;
         if (row >= task.num_rows) continue;
         uint8_t* out =
             reinterpret_cast<uint8_t*>(s.row_target[row]) + (task.n * kTileN + quad * 8) * 2;

@@ -16,11 +16,7 @@ namespace megamoe::moe {
 
 // The same for all lanes, and known to be.
 MEGAMOE_DEVICE uint32_t warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
-MEGAMOE_DEVICE MathState& math_state(SharedStorage& s) {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew each time, not kept
-    return s.math[thread / 32];
-}
+MEGAMOE_DEVICE MathState& math_state(SharedStorage& s) { return s.math[ptx::thread_anew() / 32]; }
 MEGAMOE_DEVICE uint32_t task_slot(SharedStorage& s) {
     return __shfl_sync(~0u, math_state(s).task.slot, 0);
 }

@@ -1,6 +1,5 @@
-// Translation unit of the MoE kernels, compiled by megamoe/jit.py for one matrix shape.
+// Translation unit of the MoE kernel, compiled by megamoe/jit.py for one matrix shape.
 #include "moe/kernel.cuh"
-#include "moe/stage.cuh"
 
 // Facts that the host reads from the compiled file instead of repeating them.
 extern "C" {
@@ -10,5 +9,4 @@ __constant__ unsigned megamoe_moe_threads = megamoe::moe::kThreads;
 __constant__ unsigned megamoe_abort_offset = offsetof(megamoe::Control, abort);
 __constant__ unsigned megamoe_epoch_offset = offsetof(megamoe::Control, epoch);
 __constant__ unsigned megamoe_trace_slots = megamoe::kNumTraceSlots;
-__constant__ unsigned megamoe_stage_param_bytes = sizeof(megamoe::moe::StageParams);
 }

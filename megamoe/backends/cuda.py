@@ -12,7 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from megamoe.backends.base import Counters, hopper_available, need_same_layer
 from megamoe.backends.cuda_build import (
     BOXES,
     MoEParams,
-    StageParams,
     compile_moe,
     cuda_config,
 )
@@ -75,7 +74,14 @@ _OPEN_LIMIT_S = 600.0
 
 
 class CudaSession:
-    """A session over GPU ranks (``megamoe.backends.base.Session``)."""
+    """A session over GPU ranks (``megamoe.backends.base.Session``).
+
+    Attributes:
+        config: with every choice made.
+        stages_inside: a call's kernel stages its tokens itself; ``stage`` launches nothing.
+    """
+
+    stages_inside: Final = True
 
     def __init__(
         self,
@@ -124,14 +130,10 @@ class CudaSession:
             # Ranks that share a GPU split its SMs; a cooperative grid would wait for all of them.
             cooperative=not sharing,
         )
-        self._stage_kernel = Kernel(module, "megamoe_stage", threads=256)
-        self._stage_grid = 8 * units
+        self._staged: tuple[Tensor, Tensor | None] | None = None
         self._allocate_weights()
         self._params = self._make_params(cubin)
-        self._stage_params = StageParams(
-            input=self._address("input"), input_scale=self._address("input_scale")
-        )
-        assert ctypes.sizeof(StageParams) == cubin.constant("megamoe_stage_param_bytes")
+        self._own_rows = self._address("input"), self._address("input_scale")
         self._trace_buffer: Tensor | None = None
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
@@ -288,33 +290,33 @@ class CudaSession:
         return x.view(torch.float8_e4m3fn), scale.view(torch.float32)
 
     def stage(self, x: Tensor, x_scale: Tensor | None) -> None:
-        """Enqueues the small kernel that puts (and quantises) tokens into the own window."""
+        """Says which tokens the next launch puts (and quantises) into the own window, first of all.
+
+        They must live until it is enqueued, and be read on the same stream.
+        """
         self._need_open()
         if self._events is not None:
             self._events[0].record()
-        params = self._stage_params
+        params = self._params
+        self._num_tokens = x.shape[0]
         if self._in_window(x, x_scale):
-            self._num_tokens = x.shape[0]
+            params.stage_x = 0
             return
         x = x.contiguous()
-        params.x = x.data_ptr()
-        params.x_scale = 0 if x_scale is None else x_scale.contiguous().data_ptr()
-        params.num_tokens = self._num_tokens = x.shape[0]
-        params.is_bf16 = int(x_scale is None)
-        if self._num_tokens:
-            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-            groups = self._num_tokens * self._spec.hidden // 2048
-            grid = max(1, min(self._stage_grid, groups))
-            self._stage_kernel.launch(grid, params, stream)
+        x_scale = None if x_scale is None else x_scale.contiguous()
+        self._staged = x, x_scale
+        params.stage_x = x.data_ptr()
+        params.stage_scale = 0 if x_scale is None else x_scale.data_ptr()
+        params.stage_is_bf16 = int(x_scale is None)
 
     def _in_window(self, x: Tensor, x_scale: Tensor | None) -> bool:
         """Whether the caller wrote the tokens where staging would put them."""
-        params = self._stage_params
-        if x.data_ptr() != params.input or not x.is_contiguous():
+        rows, scales = self._own_rows
+        if x.data_ptr() != rows or not x.is_contiguous():
             return False
         if x_scale is None:
             return self._spec.weight_dtype == "bf16"  # an FP8 layer's BF16 rows want quantising
-        return x_scale.data_ptr() == params.input_scale and x_scale.is_contiguous()
+        return x_scale.data_ptr() == scales and x_scale.is_contiguous()
 
     def launch(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Enqueues the call on the current stream; tensors must live until it has run.
@@ -328,6 +330,7 @@ class CudaSession:
         params.y = out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._kernel.launch(self._shape.num_units, params, stream)
+        params.stage_x, self._staged = 0, None
         if self._events is not None:
             self._events[1].record()
 

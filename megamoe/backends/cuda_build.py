@@ -15,7 +15,7 @@ from megamoe import jit, native
 from megamoe.errors import SpecError
 from megamoe.spec import MAX_RANKS, EpConfig, MoESpec
 
-__all__ = ["BOXES", "MoEParams", "StageParams", "compile_moe", "cuda_config"]
+__all__ = ["BOXES", "MoEParams", "compile_moe", "cuda_config"]
 
 BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128)
 """Rows of a box of activations; each has tensor maps of its own."""
@@ -43,22 +43,11 @@ class MoEParams(ctypes.Structure):
         ("w2_scale", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("swiglu_clamp", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
+        ("stage_is_bf16", ctypes.c_uint32),
+        ("stage_x", ctypes.c_uint64),
+        ("stage_scale", ctypes.c_uint64),
         ("trace", ctypes.c_uint64),
         ("bases", ctypes.c_uint64 * MAX_RANKS),
-    )
-
-
-class StageParams(ctypes.Structure):
-    """``StageParams`` of csrc/moe/stage.cuh."""
-
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("x_scale", ctypes.c_uint64),
-        ("input", ctypes.c_uint64),
-        ("input_scale", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_uint32),
-        ("is_bf16", ctypes.c_uint32),
     )
 
 

@@ -28,8 +28,9 @@
 //   1  unit_count           count, each unit     count, every unit    grid barrier (acq-rel add)
 //   2  routes, recv_count   count, each unit     every peer's roles   grid barrier, then counts_flag
 //                                                                     release (system) / acquire
-//   3  x, scales in input   staging, before      peers' dispatch      as 2: the kernel starts after
-//                           the call                                  staging, the flag follows
+//   3  x, scales in input   staging: before the  peers' dispatch      as 2: written before the grid
+//                           call; on a GPU each                       barrier, the flag follows
+//                           CTA, first of all
 //   4  L1 ring rows         dispatch             linear1, all units   l1_full release / acquire
 //                                                                     GPU: generic writes, bulk
 //                                                                     reads: the reader fences the
