@@ -28,7 +28,7 @@ from megamoe.attention_pre.stages import partition
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
-from megamoe.cmp.tuning import Ahead, Tuning, tuning_of
+from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
 __all__ = ["Setting", "Tuner", "changes", "describe"]
@@ -62,10 +62,7 @@ _AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
     "C0": (1, 4),
     "D2": (1, 4),
 }
-_ROLLED: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(
-    ("D0", "B0p", "D1p", "B1p"), (True, False)
-)
-_CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (4, 2), "B1f": (4, 2)}
+_CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (3, 2), "B1f": (3, 2)}
 _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, 2, 3, 4, 6),
     "D1p": (0, 1, 2),
@@ -73,21 +70,6 @@ _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "D2": (0, 2),
 }
 _REGISTERS: Final[Mapping[str, Sequence[int]]] = {"E1": (0, 112, 104, 96), "D0": (0, 48, 56)}
-_AHEAD: Final[Mapping[str, Sequence[Ahead | None]]] = {
-    "A0": (None, Ahead((("w_qkv_a", 0, 17),), start=2000, cycles=0)),
-    "B0f": (
-        None,
-        Ahead((("w_index_q", 0, 8.4), ("w_q_b", 0, 8)), cycles=0),
-        Ahead((("w_q_b", 14, 34),), cycles=900),
-    ),
-    "C0": (None, Ahead((("w_q_b", 8, 20),), cycles=0)),
-    "B1p": (None, Ahead((("w_q_b", 20, 28),), cycles=0)),
-    "B1f": (None, Ahead((("w_q_b", 28, 34),), cycles=0)),
-    "D1f": (None, Ahead((("w_uk", 0, 13),), cycles=0)),
-}
-_WARM: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(
-    ("A0", "B0f", "B1f", "D1f"), (True, False)
-)
 _COLUMNS: Final[Mapping[str, Sequence[int]]] = {"D2": (128, 256)}
 _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, -1, -4),
@@ -122,10 +104,7 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
         ("at_once", _AT_ONCE),
         ("weight_pages", _PAGES),
         ("columns", _COLUMNS),
-        ("rolled", _ROLLED),
         ("in_flight", _IN_FLIGHT),
-        ("ahead", _AHEAD),
-        ("warm", _WARM),
         ("registers", _REGISTERS),
         ("ctas", _CTAS),
     ]

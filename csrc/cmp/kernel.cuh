@@ -24,11 +24,6 @@
 namespace megamoe::attention {
 
 using Body = Spec<0>;
-#ifdef MEGAMOE_ATTENTION_ROLLED
-inline constexpr bool kRolled = true;
-#else
-inline constexpr bool kRolled = false;
-#endif
 inline constexpr bool kFinal = MEGAMOE_CMP_PART == MEGAMOE_CMP_FINAL;
 inline constexpr bool kHasLoaders = Body::kLoads != Loads::kNone && !kFinal;
 inline constexpr uint32_t kCmpThreads = kMathThreads + (kHasLoaders ? 64 : 0);
@@ -45,8 +40,7 @@ MEGAMOE_HD constexpr bool pages_suffice() {
     constexpr int kWidth = Body::kBand * Body::kTiles;
     if (!kHasLoaders || Body::kLoads != Loads::kFp8) return true;  // BF16 asserts it itself
     const int most = most_at_once(kWidth, Body::kTiles);
-    const int held =
-        kRolled ? most < Body::kBlocks ? most : Body::kBlocks : blocks_at_once(Body::kBlocks, most);
+    const int held = most < Body::kBlocks ? most : Body::kBlocks;
     return held * Body::kTiles <= int(kWeightPages);
 }
 static_assert(pages_suffice(), "too few weight pages for the main loop");
@@ -55,18 +49,13 @@ template <class S>
 MEGAMOE_DEVICE void partial(const Task& t) {
     Tiles<S> acc;
     gemm_fp8<S>(t, acc);
-    StorePartial store(t, t.operand<float>(kPartials), S::kN);
-    emit_rows<S::kBand>(t, acc[0], store);
+    store_partial<S::kBand>(t, acc[0], t.operand<float>(kPartials), S::kN);
 }
 
 template <class S, class Finisher>
 MEGAMOE_DEVICE void finish(const Task& t) {
     Finisher finisher(t);
-    if constexpr (requires { finisher.ask(0u); }) finisher.ask(0);
-    finisher.early(0);
-    t.wait_inputs();
-    constexpr int kParts = S::kK / (S::kBlocks * int(kBlockBytes));  // these are FP8
-    emit_sums<S::kBand, kParts>(t, t.operand<float>(kPartials), S::kN, finisher);
+    finish_parts<S>(t, t.operand<float>(kPartials), finisher);
 }
 
 template <class S>
@@ -114,33 +103,6 @@ MEGAMOE_DEVICE void stamp(const CmpParams& p, Stamp what) {
 #endif
 }
 
-MEGAMOE_DEVICE uint32_t cycles() {
-    uint32_t t;
-    asm volatile("mov.u32 %0, %clock;" : "=r"(t));
-    return t;
-}
-
-// One thread of a CTA without a task.
-MEGAMOE_DEVICE void bring_ahead(const CmpParams& p) {
-    const uint32_t first = (blockIdx.x - p.ctas) * kAheadBytes;
-    const uint32_t step = (gridDim.x - p.ctas) * kAheadBytes;
-    const uint32_t begun = cycles();
-    uint32_t at = first, pause = p.ahead.start;
-#pragma unroll 1
-    for (uint32_t range = 0; range < 2; ++range) {
-#pragma unroll 1
-        for (; at < p.ahead.bytes[range]; at += step, pause += p.ahead.cycles) {
-            while (cycles() - begun < pause) {
-            }
-            asm volatile(
-                "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead.address[range] + at),
-                "r"(kAheadBytes)
-                : "memory");
-        }
-        at -= p.ahead.bytes[range];
-    }
-}
-
 MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t warp) {
     if constexpr (kHasLoaders) {
         constexpr bool kKeys = Body::kLoads == Loads::kKeys;
@@ -170,7 +132,7 @@ MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
     none.depth = 1;
 #endif
     const Task t{none, s, s.slot[0], 0, 0};
-    if (!kHasLoaders && p.warm) warm_finisher<Body>(p, t.inst());
+    if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
 #ifdef MEGAMOE_ATTENTION_TRACE
     if (!kHasLoaders) {  // the loader of inputs notes it where there is one
         t.wait_inputs();
@@ -200,13 +162,6 @@ megamoe_cmp(const __grid_constant__ megamoe::attention::CmpParams p) {
     extern __shared__ __align__(1024) uint8_t raw[];
     auto& s = *reinterpret_cast<SharedStorage*>(raw);
     const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (blockIdx.x >= p.ctas) {
-        if (threadIdx.x == 0) {
-            ptx::launch_dependents();
-            bring_ahead(p);
-        }
-        return;
-    }
     if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_ENTRY) ptx::grid_wait();
     if (threadIdx.x == 0) {
         if (p.trigger == Trigger::kEntry) ptx::launch_dependents();

@@ -37,16 +37,6 @@ struct TaskGrid {
     uint32_t rope_columns;      // a tile that ends at a multiple is rotated; 0: none
 };
 
-// Weights of later stages: CTAs past the kernel's own bring them to L2, all of them together in
-// order, and store nothing.
-struct Ahead {
-    uint64_t address[2];
-    uint32_t bytes[2];  // multiples of kAheadBytes
-    uint32_t start;     // cycles before the first request of a CTA, and at least between two: a
-    uint32_t cycles;    // backlog would delay all others
-};
-inline constexpr uint32_t kAheadBytes = 16384;
-
 struct CmpParams {
     StageMaps maps;
     uint64_t operands[kOperandSlots];
@@ -58,9 +48,6 @@ struct CmpParams {
     uint64_t* stamps;          // [CTAs][7] ns: see `Stamp`, and the SM as the last. Or null
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
     uint32_t in_flight;        // weight pages that may be on their way at once
-    uint32_t ctas;             // with tasks
-    Ahead ahead;
-    uint32_t warm;  // whether what finishers read besides comes to L2 before the wait
 };
 
 // One warp writes its CTA's task.

@@ -28,13 +28,12 @@ from megamoe.cmp.kernels import (
     kernel_shape,
     standalone_kernels,
 )
-from megamoe.cmp.tuning import TRIGGERS, TUNING, Ahead, Tuning
+from megamoe.cmp.tuning import TRIGGERS, TUNING, Tuning
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 __all__ = ["BoundCmp", "BoundKernel", "with_wait"]
 
 _STAMPS: Final = 7
-_AHEAD_BYTES: Final = 16384
 
 
 class _CmpParams(ctypes.Structure):
@@ -51,13 +50,7 @@ class _CmpParams(ctypes.Structure):
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint32),
-        ("ctas", ctypes.c_uint32),
-        ("ahead_address", ctypes.c_uint64 * 2),
-        ("ahead_bytes", ctypes.c_uint32 * 2),
-        ("ahead_start", ctypes.c_uint32),
-        ("ahead_cycles", ctypes.c_uint32),
-        ("warm", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 12),
+        ("padding", ctypes.c_uint8 * 44),
     )
 
 
@@ -71,7 +64,7 @@ class _Loaded:
 
 def _shape(kernel: StandaloneKernel, tuned: Tuning) -> Shape:
     pages, ctas, at_once = tuned.weight_pages, tuned.ctas, tuned.at_once
-    return kernel_shape(kernel, pages, ctas, at_once, tuned.registers, tuned.rolled)
+    return kernel_shape(kernel, pages, ctas, at_once, tuned.registers)
 
 
 def _compile(kernel: StandaloneKernel, tuned: Tuning, trace: bool) -> None:
@@ -112,7 +105,6 @@ class BoundKernel:
 
     Attributes:
         kernel: what it is.
-        grid: its CTAs, and those that bring weights to L2.
         function: the driver's handle.
         threads: of a CTA.
         shared_bytes: of a CTA.
@@ -121,7 +113,6 @@ class BoundKernel:
     """
 
     kernel: StandaloneKernel
-    grid: int
     function: Any
     threads: int
     shared_bytes: int
@@ -213,9 +204,6 @@ class BoundCmp:
     ) -> BoundKernel:
         loaded = _load(part, _shape(part, tuned), tuned.wait, trace)
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
-        params.ctas, params.warm = part.ctas, tuned.warm
-        if tuned.ahead is not None:
-            self._bring_ahead(params, tuned.ahead)
         pages = _shape(part, tuned).weight_pages
         params.in_flight = min(tuned.in_flight or pages, pages)
         params.maps[:] = maps
@@ -232,25 +220,9 @@ class BoundCmp:
                 part.ctas, _STAMPS, dtype=torch.int64, device=self.device
             )
             params.stamps = self._stamps[part.name].data_ptr()
-        grid = part.ctas + (tuned.ahead.ctas if tuned.ahead else 0)
         return BoundKernel(
-            part, grid, loaded.function, loaded.threads, loaded.shared_bytes, tuned.priority, params
+            part, loaded.function, loaded.threads, loaded.shared_bytes, tuned.priority, params
         )
-
-    def _bring_ahead(self, params: ctypes.Structure, ahead: Ahead) -> None:
-        if len(ahead.weights) > 2:
-            raise SpecError(f"{len(ahead.weights)} weights ahead of a kernel: at most 2")
-        for i, (name, first, end) in enumerate(ahead.weights):
-            if name not in self._tensors:
-                raise SpecError(f"no weight {name!r} to bring to L2")
-            tensor = self._tensors[name]
-            begin, last = (
-                min(int(at * 1e6), tensor.nbytes) // _AHEAD_BYTES * _AHEAD_BYTES
-                for at in (first, end)
-            )
-            params.ahead_address[i] = tensor.data_ptr() + begin
-            params.ahead_bytes[i] = max(last - begin, 0)
-        params.ahead_start, params.ahead_cycles = ahead.start, ahead.cycles
 
     def delay(self, name: str, microseconds: float) -> None:
         """Makes a kernel sleep between its wait and its body, in graphs made from now on.

@@ -52,7 +52,7 @@ def _announces(event: Any) -> Any:
 def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
     driver = driver_api()
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = bound.grid, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = bound.kernel.ctas, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = bound.threads, 1, 1
     config.sharedMemBytes = bound.shared_bytes
     config.hStream = stream
@@ -61,7 +61,7 @@ def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
     config.numAttrs = len(every)
     check(
         driver.cuLaunchKernelEx(config, bound.function, bound.pointers, 0),
-        f"launching {bound.kernel.name} on {bound.grid} CTAs",
+        f"launching {bound.kernel.name} on {bound.kernel.ctas} CTAs",
     )
 
 
@@ -168,7 +168,7 @@ class CmpGraph:
             for bound in run.kernels:
                 params = driver.CUDA_KERNEL_NODE_PARAMS()
                 params.func = bound.function
-                params.gridDimX, params.gridDimY, params.gridDimZ = bound.grid, 1, 1
+                params.gridDimX, params.gridDimY, params.gridDimZ = bound.kernel.ctas, 1, 1
                 params.blockDimX, params.blockDimY, params.blockDimZ = bound.threads, 1, 1
                 params.sharedMemBytes = bound.shared_bytes
                 params.kernelParams = bound.pointers

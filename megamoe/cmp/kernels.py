@@ -101,7 +101,6 @@ class Shape:
         input_pages: of 16 KiB, or less where one holds all inputs.
         ctas: that an SM must be able to hold at once: bounds the registers.
         registers: that a thread may have, instead of what ``ctas`` leaves it.
-        rolled: whether the main loop of an FP8 GEMM is a loop: less code.
         at_once: blocks of K that the main loop holds at most before it releases one; of the kernel
             that finishes rows of the first projection, parts that are asked for at once.
     """
@@ -111,7 +110,6 @@ class Shape:
     ctas: int
     at_once: int = 4
     registers: int = 0
-    rolled: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,7 +354,6 @@ def kernel_shape(
     ctas: int = 0,
     at_once: int = 0,
     registers: int = 0,
-    rolled: bool = False,
 ) -> Shape:
     """Pages, resident CTAs, blocks in flight and registers that suit a kernel; 0 chooses.
 
@@ -381,18 +378,17 @@ def kernel_shape(
     width = spec.band * tiles
     at_once = at_once or _AT_ONCE
     most = min(at_once, 4 if bf16 else 4 // tiles if width <= 32 else 2 if width <= 64 else 1)
-    rolled = rolled and not bf16
-    held = next((d for d in range(most, 1, -1) if blocks % d == 0), 1)
-    if rolled:
-        held = min(most, blocks)
+    held = min(most, blocks)
+    if bf16:
+        held = next((d for d in range(most, 1, -1) if blocks % d == 0), 1)
     inputs = min(-(-blocks // per_page), 3 if spec.band <= 32 else 5)
     if bf16 and blocks > per_page:
         inputs = -(-held // per_page) + 1
     chosen = weight_pages or min(blocks * tiles, 8, 12 - inputs)
     pages = min(max(chosen, held * tiles), blocks * tiles, _MOST_PAGES - inputs)
     if spec.band > 32:  # registers are short
-        return Shape(pages, inputs, 1, at_once, rolled=rolled)
-    return Shape(pages, inputs, ctas or 2, at_once, registers, rolled)
+        return Shape(pages, inputs, 1, at_once)
+    return Shape(pages, inputs, ctas or 2, at_once, registers)
 
 
 def compile_kernel(
@@ -430,8 +426,6 @@ def kernel_defines(
         "MEGAMOE_CMP_CTAS": shape.ctas,
         "MEGAMOE_CMP_PART": PARTS.index(part),
     }
-    if shape.rolled:
-        defines["MEGAMOE_ATTENTION_ROLLED"] = 1
     if shape.registers:
         defines["MEGAMOE_CMP_REGISTERS"] = shape.registers
     if trace:

@@ -9,27 +9,10 @@ from typing import Final, Literal
 from megamoe.cmp.kernels import Wait
 from megamoe.cmp.modes import Mode
 
-__all__ = ["ALONE", "TRIGGERS", "TUNING", "Ahead", "Trigger", "Tuning", "tuning_of"]
+__all__ = ["ALONE", "BRANCHES", "TRIGGERS", "TUNING", "Trigger", "Tuning", "tuning_of"]
 
 Trigger = Literal["never", "entry", "weights", "inputs", "stored"]
 TRIGGERS: Final[tuple[Trigger, ...]] = ("never", "entry", "weights", "inputs", "stored")
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Weights of later stages that a kernel brings to L2, by CTAs beside its own.
-
-    Attributes:
-        weights: (name, first megabyte, end) of at most two matrices, in order.
-        ctas: that ask for them.
-        start: cycles before the first request of a CTA: what the kernel itself reads comes first.
-        cycles: at least, between two requests of a CTA: a backlog would delay all others.
-    """
-
-    weights: tuple[tuple[str, float, float], ...]
-    ctas: int = 116
-    start: int = 0
-    cycles: int = 900
 
 
 @dataclass(frozen=True)
@@ -44,11 +27,7 @@ class Tuning:
         ctas: see ``Shape``; 0 chooses.
         registers: see ``Shape``; 0 leaves them to ``ctas``.
         at_once: see ``Shape``; 0 chooses.
-        rolled: see ``Shape``.
         in_flight: weight pages of a CTA that may be on their way at once; 0: as many as it has.
-        ahead: what it brings to L2 for later kernels.
-        warm: whether what a finisher reads besides its producers' results comes to L2 before its
-            wait: of use where it begins early.
         columns: see ``standalone_kernels``; 0 leaves the plan's.
         wait: see ``compile_kernel``.
     """
@@ -59,10 +38,7 @@ class Tuning:
     ctas: int = 0
     registers: int = 0
     at_once: int = 0
-    rolled: bool = False
     in_flight: int = 0
-    ahead: Ahead | None = None
-    warm: bool = True
     columns: int = 0
     wait: Wait = "late"
 
@@ -71,19 +47,19 @@ TUNING: Final[Mapping[str, Tuning]] = {
     # The way to the scores first; D0 and D2 fill what it leaves.
     "A0": Tuning(priority=-5),
     # Weights that stream at full rate hold up A0, whose results these kernels wait for.
-    "B0p": Tuning(trigger="inputs", priority=-5, weight_pages=4, at_once=1, in_flight=3),
-    "B0f": Tuning(priority=-5),
+    "B0p": Tuning(trigger="inputs", priority=-5, weight_pages=5, at_once=1, in_flight=3),
+    "B0f": Tuning(priority=-5, at_once=3),
     "C0": Tuning(priority=-3, weight_pages=4),
     "B1p": Tuning(priority=-3, at_once=2),
     "B1f": Tuning(priority=-3),
-    "D1p": Tuning(trigger="stored", priority=-5, in_flight=1),
-    "D1f": Tuning(priority=-5, ctas=4),
-    "D0": Tuning(trigger="weights", weight_pages=7, ctas=3, at_once=2, in_flight=4),
+    "D1p": Tuning(priority=-5, in_flight=1),
+    "D1f": Tuning(priority=-5, ctas=3),
+    "D0": Tuning(trigger="weights", weight_pages=8, ctas=3, at_once=2, in_flight=4),
     "D2": Tuning(in_flight=2, columns=128),
-    "E1": Tuning(priority=-5),
+    "E1": Tuning(priority=-5, registers=104),
 }
-"""Beside others, by kernel name. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys
-(``docs/cmp.md``)."""
+"""Beside others, by kernel name. Found by ``launcher.tune_cmp`` at M = 16, 8192 keys, as are the
+others here (``docs/cmp.md``)."""
 
 ALONE: Final[Mapping[str, Tuning]] = {
     **dict.fromkeys(TUNING, Tuning()),
@@ -91,9 +67,20 @@ ALONE: Final[Mapping[str, Tuning]] = {
     "D0": Tuning(weight_pages=11, ctas=1, at_once=2, in_flight=6),
     "D2": Tuning(columns=128),
 }
-"""Where each kernel waits for the end of the one before it: all of an SM for each."""
+"""Where each kernel follows the one before it: all of an SM for each."""
+
+BRANCHES: Final[Mapping[str, Tuning]] = {
+    **ALONE,
+    "B0f": Tuning(at_once=3),
+    "D1p": Tuning(in_flight=2),
+    "D0": Tuning(weight_pages=7, ctas=1, at_once=1, in_flight=6),
+    "D2": Tuning(),
+}
+"""Where some run side by side, each after the end of its producers."""
 
 
 def tuning_of(mode: Mode) -> Mapping[str, Tuning]:
     """What a kind of graph runs with."""
-    return ALONE if mode == "single_stream" else TUNING
+    if mode == "branches":
+        return BRANCHES
+    return ALONE if mode in ("single_stream", "single_stream_pdl") else TUNING

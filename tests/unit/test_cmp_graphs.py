@@ -172,7 +172,6 @@ def run_of(parts: tuple) -> Any:
             function=driver.CUfunction(1),
             threads=320,
             shared_bytes=1024,
-            grid=part.ctas,
             priority=-1,
             pointers=64,
         )
