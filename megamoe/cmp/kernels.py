@@ -374,9 +374,12 @@ def kernel_shape(
     bf16 = spec.opcode in ("head_gate", "absorb_query")
     blocks = spec.k_tile * (2 if bf16 else 1) // GROUP
     per_page = GROUP // spec.band
-    # Blocks that a main loop holds at once (``blocks_at_once`` of csrc/attention_pre/ops).
+    # Blocks that a main loop holds at once (``most_at_once`` of csrc/attention_pre/ops).
     width = spec.band * tiles
-    at_once = at_once or _AT_ONCE
+    at_once, ctas = at_once or _AT_ONCE, ctas or 2
+    if spec.band > 16:  # registers are short
+        ctas, registers = 2 if spec.band <= 32 else 1, 0
+        at_once = at_once if bf16 else min(at_once, 2)
     most = min(at_once, 4 if bf16 else 4 // tiles if width <= 32 else 2 if width <= 64 else 1)
     held = min(most, blocks)
     if bf16:
@@ -386,9 +389,7 @@ def kernel_shape(
         inputs = -(-held // per_page) + 1
     chosen = weight_pages or min(blocks * tiles, 8, 12 - inputs)
     pages = min(max(chosen, held * tiles), blocks * tiles, _MOST_PAGES - inputs)
-    if spec.band > 32:  # registers are short
-        return Shape(pages, inputs, 1, at_once)
-    return Shape(pages, inputs, ctas or 2, at_once, registers)
+    return Shape(pages, inputs, ctas, at_once, registers)
 
 
 def compile_kernel(

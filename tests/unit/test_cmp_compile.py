@@ -27,7 +27,7 @@ from megamoe.cmp.kernels import (
     kernel_shape,
     standalone_kernels,
 )
-from megamoe.cmp.tuning import TUNING, Tuning
+from megamoe.cmp.tuning import tuning_of
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
@@ -43,7 +43,23 @@ def batch_of(rows):
 
 @cache
 def kernels(rows):
-    return standalone_kernels(Planner(attention_pre_graph(GLM), 132).plan(batch_of(rows)))
+    return standalone_kernels(plan_of(rows))
+
+
+@cache
+def plan_of(rows):
+    return Planner(attention_pre_graph(GLM), 132).plan(batch_of(rows))
+
+
+def tuned_kernels(mode, rows):
+    """Kernels and their shapes as a kind of graph runs them."""
+    tuning = tuning_of(mode)
+    made = []
+    for k in standalone_kernels(plan_of(rows), {n: t.columns for n, t in tuning.items()}):
+        t = tuning[k.name]
+        shape = kernel_shape(k, t.weight_pages, t.ctas, t.at_once, t.registers)
+        made.append((k, shape))
+    return made
 
 
 def kernel(name, rows=16):
@@ -187,12 +203,13 @@ def test_a_kernel_without_its_wait_is_seen_in_machine_code(name, tmp_path):
 # ------------------------------------------------------------ resources
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 128])
-def test_registers_and_shared_memory(rows):
-    found = kernels(rows)
-    assert [k.name for k in found] == NAMES
-    for k in found:
-        unit, shape = cubin(k), kernel_shape(k)
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 128])
+@pytest.mark.parametrize("mode", ["single_stream", "branches", "branches_pdl"])
+def test_registers_and_shared_memory(mode, rows):
+    found = tuned_kernels(mode, rows)
+    assert [k.name for k, _ in found] == NAMES
+    for k, shape in found:
+        unit = compile_kernel(k.specialization, k.part, shape)
         used = unit.resources()["megamoe_cmp"]
         assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0), (k.name, used)
         assert unit.warnings() == [], k.name
@@ -206,12 +223,7 @@ def test_registers_and_shared_memory(rows):
 def test_a_consumer_fits_beside_its_producer():
     """At 16 rows, as the layer runs them: whoever begins early needs room on the same SM."""
     size = {}
-    columns = {name: tuned.columns for name, tuned in TUNING.items()}
-    plan = Planner(attention_pre_graph(GLM), 132).plan(batch_of(16))
-    for k in standalone_kernels(plan, columns):
-        tuned = TUNING.get(k.name, Tuning())
-        pages, ctas, at_once = tuned.weight_pages, tuned.ctas, tuned.at_once
-        shape = kernel_shape(k, pages, ctas, at_once, tuned.registers)
+    for k, shape in tuned_kernels("branches_pdl", 16):
         unit = compile_kernel(k.specialization, k.part, shape)
         size[k.name] = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
     pairs = [("A0", "B0p"), ("B0p", "B0f"), ("B0p", "D1p"), ("B0f", "D0"), ("D1p", "D1f")]
