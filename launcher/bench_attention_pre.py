@@ -80,13 +80,16 @@ class Bench:
         encoded: EncodedPlan,
         batch: Batch,
         copies: int,
-        in_flight: int = IN_FLIGHT,
+        **options: int,
     ) -> list[BoundPlan]:
-        """The plan on every copy of the weights; caches and results are copies, too."""
+        """The plan on every copy of the weights; caches and results are copies, too.
+
+        ``options`` are those of ``BoundPlan``.
+        """
         spec = self.copies.spec
         self.inputs = random_inputs(spec, batch, 1) | random_caches(spec, batch, 2)
         self.tensors = self.copies.tensors(encoded.buffers, self.inputs, copies)
-        return [BoundPlan(kernel, encoded, t, in_flight=in_flight) for t in self.tensors]
+        return [BoundPlan(kernel, encoded, t, **options) for t in self.tensors]
 
     def error(self, batch: Batch) -> float:
         """``score_error`` of the first copy's last run."""
@@ -134,6 +137,7 @@ class Options:
         slots: see ``compile_attention``.
         input_pages: see ``compile_attention``.
         in_flight: weight pages of a CTA on their way at once.
+        first_in_flight: see ``BoundPlan``.
         prefixes: cumulative subgraphs as well.
         trace: where a Chrome trace of one cold run goes, and a picture beside it.
     """
@@ -150,6 +154,7 @@ class Options:
     slots: int = 3
     input_pages: int = 3
     in_flight: int = IN_FLIGHT
+    first_in_flight: int = 0
     prefixes: bool = False
     trace: Path | None = None
 
@@ -189,7 +194,8 @@ class Measurement:
         planner = Planner(self.graph, self.workers, queue=o.queue, tiles=tiles)
         encoded = encode(planner.plan(batch))
         kernel = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages)
-        plans = bench.bind(kernel, encoded, batch, o.copies, o.in_flight)
+        flight = {"in_flight": o.in_flight, "first_in_flight": o.first_in_flight}
+        plans = bench.bind(kernel, encoded, batch, o.copies, **flight)
         plans[0].run()
         error = bench.error(batch)
         need_right("megakernel", batch, error)
@@ -204,12 +210,12 @@ class Measurement:
         self._add(self.host, {"m": batch.rows, "kv": kv}, **self._host_times(batch, kv, kernel))
         for names in PREFIXES if o.prefixes else ():
             part = Planner(subgraph(self.graph, names.split()), self.workers, queue=o.queue)
-            less = bench.bind(kernel, encode(part.plan(batch)), batch, o.copies)
+            less = bench.bind(kernel, encode(part.plan(batch)), batch, o.copies, **flight)
             row = self._row("megakernel_prefix", batch, "cold", less)
             self._add(self.prefixes, row, stages=names)
         if o.trace:
             traced = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages, trace=True)
-            plans = bench.bind(traced, encoded, batch, o.copies, o.in_flight)
+            plans = bench.bind(traced, encoded, batch, o.copies, **flight)
             row = self._row("megakernel_traced", batch, "cold", plans)
             self._add(self.rows, row, floor_us=None, max_rel_err=None)
             save_trace(o.trace, plans[1 % len(plans)], encoded)
@@ -274,6 +280,7 @@ def main() -> None:
     parser.add_argument("--kv", default="8192", help="key counts, comma separated")
     parser.add_argument("--queue", default="auto")
     parser.add_argument("--in-flight", type=int, default=IN_FLIGHT)
+    parser.add_argument("--first-in-flight", type=int, default=0)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--input-pages", type=int, default=3)
     parser.add_argument("--splits", default="")

@@ -123,14 +123,16 @@ class WeightPool {
           full_(kept_address(s.weight_full)),
           free_(kept_address(s.weight_free)),
           pages_(kept_address(s.weights)),
-          in_flight_(p.in_flight) {}
+          in_flight_(p.in_flight),
+          first_(p.first_in_flight) {}
 
     // A task whose first page is use `use` of the pool.
     MEGAMOE_DEVICE void begin(uint32_t use) {
+        const uint32_t most = use < kWeightPages ? first_ : in_flight_;
         uses_ = use;
         page_ = WeightPage(use);
-        may_start_ = use < in_flight_ ? in_flight_ - use : 0;
-        landing_ = WeightPage(use + may_start_ - in_flight_);
+        may_start_ = use < most ? most - use : 0;
+        landing_ = WeightPage(use + may_start_ - most);
     }
 
     // Waits until the next page may be filled. False after a stop.
@@ -171,18 +173,15 @@ class WeightPool {
   private:
     MEGAMOE_DEVICE uint32_t full() const { return full_ + page_.index * 8; }
     SharedStorage& s_;
-    uint32_t full_, free_, pages_, in_flight_;
+    uint32_t full_, free_, pages_, in_flight_, first_;
     WeightPage page_{0}, landing_{0};
     uint32_t may_start_ = 0, uses_ = 0;
 };
 
-#ifndef MEGAMOE_ATTENTION_BEFORE_FIRST
-#define MEGAMOE_ATTENTION_BEFORE_FIRST 4
-#endif
 // The first stage's bodies load no pages, and every other CTA waits for them: of the weights behind
 // them only so many pages come before they are done, since their loads and stores would queue
 // behind more.
-inline constexpr uint32_t kBeforeFirst = MEGAMOE_ATTENTION_BEFORE_FIRST;
+inline constexpr uint32_t kBeforeFirst = 4;
 
 // One lane. `behind` says that the task before, in slot `first`, is not to be held up.
 MEGAMOE_DEVICE void load_matrix(const AttentionParams& p, SharedStorage& s, WeightPool& pool,

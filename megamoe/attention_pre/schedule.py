@@ -35,7 +35,8 @@ class CostModel:
         weight_rate: bytes per µs and worker; 4.70 TB/s (an H200's measured read ceiling) over 132.
         input_rate: bytes per µs and worker from L2.
         prefetch_bytes: weights that fit beside the running task's.
-        event_us: from a producer's last store to a consumer's first load: release, poll, acquire.
+        event_us: from a producer's last store to a consumer's first operands: the fence before the
+            signal, poll, inputs.
         body_us: what every task costs besides its bytes. This and ``event_us`` are those of the
             Hopper kernel on an H200: with them, the estimates of the kinds of queue fall in the
             order that was measured (``docs/attention_pre.md``).
@@ -45,8 +46,8 @@ class CostModel:
     weight_rate: float = 4.70e6 / 132
     input_rate: float = 1.5e5
     prefetch_bytes: int = 128 << 10
-    event_us: float = 0.8
-    body_us: float = 4.0
+    event_us: float = 3.0
+    body_us: float = 2.0
     ticket_us: float = 0.7
 
 

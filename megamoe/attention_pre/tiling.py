@@ -6,6 +6,7 @@ repeats the published 148-SM plan, ``choose_tiles`` cuts for any number of worke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -273,12 +274,24 @@ def choose_tiles(
         elif stage.opcode == "index_score":
             heads = _sizes(operands["codes"].shape[1:])[0]
             per_block = max(1, Q_BLOCK_ROWS // heads)
-            steps = sum(
-                -(-new // per_block) * batch.kv_tiles(b)
-                for b, (new, _) in enumerate(batch.requests)
-            )
-            stages[stage.name] = Tiling(kv_tiles=-(-steps // num_workers))
+            stages[stage.name] = Tiling(kv_tiles=_score_tiles(batch, per_block, num_workers))
     return TileConfig(f"wave{num_workers}", block_m, stages)
+
+
+def _score_tiles(batch: Batch, per_block: int, workers: int) -> int:
+    """Key tiles of a score task with which the fullest worker has least to do.
+
+    A task costs about as much as one tile beside its tiles; among equals, tasks are long.
+    """
+    blocks = Counter[int]()
+    for b, (new, _) in enumerate(batch.requests):
+        blocks[batch.kv_tiles(b)] += -(-new // per_block)
+
+    def fullest(length: int) -> tuple[int, int]:
+        tasks = sum(-(-tiles // length) * count for tiles, count in blocks.items())
+        return -(-tasks // workers) * (length + 1), -length
+
+    return min(range(1, max(blocks) + 1), key=fullest)
 
 
 def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:

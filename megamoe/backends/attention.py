@@ -77,6 +77,7 @@ class _AttentionParams(ctypes.Structure):
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
+        ("first_in_flight", ctypes.c_uint32),
         ("ahead_pages", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
     )
@@ -227,6 +228,8 @@ class BoundPlan:
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
         in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
+        first_in_flight: the same of the tasks that fill shared memory first, while all CTAs load
+            and the first stage's stores queue behind what they ask for; 0: ``in_flight``.
         ahead_pages: weight pages beyond shared memory that a CTA brings to L2 while it waits.
         ahead_cycles: at least, between two of them: a backlog would delay all other requests.
 
@@ -242,11 +245,14 @@ class BoundPlan:
         *,
         timeout_s: float = 2.0,
         in_flight: int = IN_FLIGHT,
+        first_in_flight: int = 0,
         ahead_pages: int = AHEAD_PAGES,
         ahead_cycles: int = AHEAD_CYCLES,
     ) -> None:
-        if not 1 <= in_flight <= kernel.weight_pages:
-            raise SpecError(f"in_flight = {in_flight}: must be in 1..{kernel.weight_pages}")
+        first_in_flight = first_in_flight or in_flight
+        for name, pages in (("in_flight", in_flight), ("first_in_flight", first_in_flight)):
+            if not 1 <= pages <= kernel.weight_pages:
+                raise SpecError(f"{name} = {pages}: must be in 1..{kernel.weight_pages}")
         instructions = kernel.place(encoded)
         sms = torch.cuda.get_device_properties(kernel.device).multi_processor_count
         if encoded.num_workers > sms:
@@ -287,6 +293,7 @@ class BoundPlan:
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
             in_flight=in_flight,
+            first_in_flight=first_in_flight,
             ahead_pages=ahead_pages,
             ahead_cycles=ahead_cycles,
         )

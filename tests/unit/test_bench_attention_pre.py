@@ -72,11 +72,11 @@ def test_splits_change_only_the_stages_named():
 
 
 def test_default_costs_order_the_queues_as_the_device_did():
-    """Round robin 39.3 µs, list 48.8 on one kernel (docs/attention_pre.md)."""
+    """Round robin 33.5 µs, list 37.7, dynamic 45.5 on one kernel (docs/attention_pre.md)."""
     plan = Planner(attention_pre_graph(GLM), 132).plan(batch_of(16, 8192))
     estimates = plan.estimates_us
     assert plan.queues.kind == "round_robin"
-    assert estimates["round_robin"] < min(estimates["list"], estimates["dynamic"])
+    assert estimates["round_robin"] < estimates["list"] < estimates["dynamic"]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ class FakeBench(Bench):
         self.seen.append(options)
         return
 
-    def bind(self, kernel, encoded, batch, copies, in_flight=4):
+    def bind(self, kernel, encoded, batch, copies, **options):
         self.tensors = [{"w_a": torch.zeros(4)}] * copies
         return [FakePlan(kernel, encoded) for _ in range(copies)]
 

@@ -59,17 +59,12 @@ MEGAMOE_HD constexpr int most_at_once(int width, int tiles) {
 }
 
 // FP8: each block of 128 of K is summed by wgmma, then scaled and added in FP32. `U` blocks are in
-// flight. `meanwhile` runs once, when the first of them have been issued.
-//
-// Where `kBlocks`, the blocks of K, is a constant, the loop is straight code as far as reasonable,
-// and a block's successor in its registers is issued as soon as its sums have been added: across a
-// jump back the compiler sees no wgmma in flight. Otherwise (0) it is a loop over U of them: the
+// flight. `meanwhile` runs once, when the first of them have been issued. Not unrolled further: the
 // code of a kernel with many bodies must fit into the instruction cache, or every body is slower.
-template <int N, int T, int kBlocks, class Meanwhile = Nothing>
+template <int N, int T, class Meanwhile = Nothing>
 MEGAMOE_DEVICE void gemm_fp8(const Task& t, uint32_t blocks, float (&acc)[T][N / 2],
                              const Meanwhile& meanwhile = {}) {
-    constexpr int kGroupBlocks = kTileRows / N, kMost = most_at_once(N * T, T);
-    constexpr int U = kBlocks ? blocks_at_once(kBlocks, kMost) : kMost;
+    constexpr int kGroupBlocks = kTileRows / N, U = most_at_once(N * T, T);
     SharedStorage& s = t.s;
     // Set although wgmma overwrites it: registers that look read before they are written would be
     // kept free through all other bodies.
@@ -145,21 +140,16 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, uint32_t blocks, float (&acc)[T][N /
             added_input.advance();
         }
     };
-    constexpr int kStretch = kBlocks ? blocks_at_once(kBlocks / U, N * T <= 32 ? 4 : 1) * U : U;
     uint32_t first = 0;
 #pragma unroll 1
-    for (; first + kStretch <= blocks; first += kStretch) {
+    for (; first + U <= blocks; first += U) {
 #pragma unroll
         for (int u = 0; u < U; ++u) issue(first + u, part[u]);
         if (first == 0) meanwhile();
 #pragma unroll
-        for (int i = 0; i < kStretch; ++i) {
-            add_up(first + i, part[i % U],
-                   (kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1) * T);
-            if (i + U < kStretch) issue(first + i + U, part[i % U]);
-        }
+        for (int u = 0; u < U; ++u) add_up(first + u, part[u], (U - 1 - u) * T);
     }
-    if constexpr (kStretch > 1 && kBlocks == 0) {
+    if constexpr (U > 1) {
 #pragma unroll 1
         for (; first < blocks; ++first) {
             issue(first, part[0]);
@@ -169,129 +159,9 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, uint32_t blocks, float (&acc)[T][N /
     }
     t.stamp(Stamp::kSummed);
 }
-#ifndef MEGAMOE_ATTENTION_WIDE_UNITS
-#define MEGAMOE_ATTENTION_WIDE_UNITS 2
-#endif
-#ifndef MEGAMOE_ATTENTION_WIDE_STRETCH
-#define MEGAMOE_ATTENTION_WIDE_STRETCH 2
-#endif
-// The same for bands of 64 and 128 tokens: sums of 64 tokens at a time, so that registers suffice
-// for two in flight.
-template <int N>
-MEGAMOE_DEVICE void gemm_fp8_wide(const Task& t, uint32_t blocks, float (&acc)[N / 2]) {
-    constexpr int H = N / 64, kGroupBlocks = kTileRows / N, U = MEGAMOE_ATTENTION_WIDE_UNITS;
-    constexpr int kStretch = MEGAMOE_ATTENTION_WIDE_STRETCH * H;  // units of 64 tokens
-    static_assert(kStretch % U == 0);
-    SharedStorage& s = t.s;
-    float part[U][32];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-#pragma unroll
-        for (int i = 0; i < 32; ++i) part[u][i] = 0.f;
-    t.wait_scales();
-    const uint32_t weights =
-        wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
-    const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
-    const uint32_t token_scales = ptx::shared_address(s.input_scale[0]) + (ptx::lane() & 3) * 8;
-    const uint32_t w_scales = ptx::shared_address(t.slot.w_scale);
-    WeightPage weight(t.slot.weight_page), added_weight = weight;
-    InputPage input(t.slot.input_page), added_input = input;
-
-    // `half` is a constant.
-    auto issue = [&](uint32_t block, int half, float (&d)[32]) {
-        const uint32_t in_page = block % kGroupBlocks;
-        if (half == 0) {
-            if (in_page == 0) wait_or_stop(s, s.input_full[input.index], input.phase);
-            wait_or_stop(s, s.weight_full[weight.index], weight.phase);
-            if (block == 0) t.stamp(Stamp::kLoaded);
-        }
-        const uint32_t a = weights + weight.index * (kPageBytes / 16);
-        const uint32_t b = inputs + input.index * (kPageBytes / 16) +
-                           in_page * (N * kBlockBytes / 16) + half * (64 * kBlockBytes / 16);
-        wgmma::pin(d);
-        wgmma::fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            wgmma::Mma<64, true>::template run<1024, 1024>(d, a + k * wgmma::kStepK,
-                                                           b + k * wgmma::kStepK, k > 0);
-        wgmma::commit();
-        if (half == H - 1) {
-            weight.advance();
-            if (in_page == kGroupBlocks - 1) input.advance();
-        }
-    };
-    auto add_up = [&](uint32_t block, int half, float (&d)[32], int later) {
-        const uint32_t in_page = block % kGroupBlocks;
-        const uint32_t scales = token_scales + added_input.index * (kTileRows * 4) +
-                                in_page * (N * 4) + half * (64 * 4);
-        const float w = ptx::load_shared(w_scales + block * 4);
-        wait_pending(later);
-        wgmma::pin(d);
-        if (half == H - 1) {
-            arrive_warp(s.weight_free[added_weight.index]);
-            added_weight.advance();
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float2 v = ptx::load_shared2(scales + j * 32);
-            const float x = __fmul_rn(v.x, w), y = __fmul_rn(v.y, w);
-            float* to = acc + half * 32 + j * 4;
-            to[0] = fmaf(d[j * 4], x, to[0]);
-            to[1] = fmaf(d[j * 4 + 1], y, to[1]);
-            to[2] = fmaf(d[j * 4 + 2], x, to[2]);
-            to[3] = fmaf(d[j * 4 + 3], y, to[3]);
-        }
-        if (half == H - 1 && (in_page == kGroupBlocks - 1 || block == blocks - 1)) {
-            arrive_warp(s.input_free[added_input.index]);
-            added_input.advance();
-        }
-    };
-    uint32_t first = 0;
-#pragma unroll 1
-    for (; first + kStretch / H <= blocks; first += kStretch / H) {
-#pragma unroll
-        for (int u = 0; u < U; ++u) issue(first + u / H, u % H, part[u]);
-#pragma unroll
-        for (int i = 0; i < kStretch; ++i) {
-            add_up(first + i / H, i % H, part[i % U],
-                   kStretch - 1 - i < U - 1 ? kStretch - 1 - i : U - 1);
-            if (i + U < kStretch) issue(first + (i + U) / H, (i + U) % H, part[i % U]);
-        }
-    }
-    if constexpr (kStretch > H) {
-#pragma unroll 1
-        for (; first < blocks; ++first)
-#pragma unroll
-            for (int half = 0; half < H; ++half) {
-                issue(first, half, part[0]);
-                add_up(first, half, part[0], 0);
-            }
-    }
-    t.stamp(Stamp::kSummed);
-}
-
-#ifdef MEGAMOE_ATTENTION_WIDE
-inline constexpr bool kWide = true;
-#else
-inline constexpr bool kWide = false;
-#endif
 template <class S, class Meanwhile = Nothing>
 MEGAMOE_DEVICE void gemm_fp8(const Task& t, Tiles<S>& acc, const Meanwhile& meanwhile = {}) {
-#ifdef MEGAMOE_ATTENTION_STANDALONE
-#ifdef MEGAMOE_ATTENTION_ROLLED
-    constexpr int kBlocks = 0;
-#else
-    constexpr int kBlocks = S::kBlocks;
-#endif
-    gemm_fp8<S::kBand, S::kTiles, kBlocks>(t, S::kBlocks, acc, meanwhile);
-#else
-    if constexpr (kWide && S::kBand >= 64 && S::kTiles == 1)
-        gemm_fp8_wide<S::kBand>(t, S::kBlocks, acc[0]);
-    else
-        gemm_fp8<S::kBand, S::kTiles, 0>(t, S::kBlocks, acc, meanwhile);
-#endif
+    gemm_fp8<S::kBand, S::kTiles>(t, S::kBlocks, acc, meanwhile);
 }
 
 // BF16: wgmma adds over all of K.
@@ -418,23 +288,8 @@ MEGAMOE_DEVICE void emit_rows(const Task& t, const float (&acc)[N / 2], Finisher
     }
 }
 
-// A part of a split-K sum, to the workspace [M, parts, N].
-struct StorePartial : NoLoads {
-    float* to;
-    uint64_t pitch;
-    bool mine;
-    MEGAMOE_DEVICE StorePartial(const Task& t, float* partials, uint32_t n) {
-        const Instruction& inst = t.inst();
-        pitch = uint64_t(inst.parts) * n;
-        to = partials + inst.row * pitch + uint64_t(inst.part) * n + inst.col + ptx::lane() * 4;
-        mine = ptx::lane() * 4 < inst.cols;
-    }
-    MEGAMOE_DEVICE void row(int, uint32_t token, float4 v) const {
-        if (mine) *reinterpret_cast<float4*>(to + token * pitch) = v;
-    }
-};
-
-// The same from registers: of each token the eight lanes of a column group store a whole sector.
+// A part of a split-K sum, from registers to the workspace [M, parts, N]: of each token the eight
+// lanes of a column group store a whole sector.
 template <int N>
 MEGAMOE_DEVICE void store_partial(const Task& t, const float (&acc)[N / 2], float* partials,
                                   uint32_t n) {
@@ -455,6 +310,26 @@ MEGAMOE_DEVICE void store_partial(const Task& t, const float (&acc)[N / 2], floa
         }
 }
 
+// BF16 [tokens][128 columns] from registers; `to` is token 0's first column, `pitch` in bytes.
+template <int N>
+MEGAMOE_DEVICE void store_bf16(const Task& t, const float (&acc)[N / 2], uint8_t* to,
+                               uint64_t pitch) {
+    const uint32_t lane = ptx::lane(), rows = t.inst().rows, token = lane / 4;
+    to += token * pitch + (threadIdx.x / 32 * 16 + (lane & 3) * 2) * 2;
+    uint32_t packed[N / 4];  // of eight columns each, now a token's neighbours in one lane
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+        packed[i] = ptx::transpose_8x8(ptx::pack_bf16(acc[i * 2], acc[i * 2 + 1]));
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+        auto* at = reinterpret_cast<uint32_t*>(to + j * 8 * pitch);
+        if (j * 8 + token < rows) {
+            at[0] = packed[j * 2];
+            at[4] = packed[j * 2 + 1];
+        }
+    }
+}
+
 MEGAMOE_DEVICE void add(float4& a, const float4& b) {
     a.x += b.x;
     a.y += b.y;
@@ -462,8 +337,9 @@ MEGAMOE_DEVICE void add(float4& a, const float4& b) {
     a.w += b.w;
 }
 
-// The sum of all parts of the unit, in ascending order, handed to the finisher as rows.
-template <int N, int kMostParts = 8, class Finisher>
+// The sum of all parts of the unit, in ascending order, handed to the finisher as rows. With
+// `kEarly` its first loads have not been issued.
+template <int N, int kMostParts = 8, bool kEarly = false, class Finisher>
 MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
                               Finisher& finisher) {
     constexpr int R = kRowsOfWarp<N>, kAtOnce = kMostParts < 8 ? kMostParts : 8;
@@ -473,7 +349,6 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
         partials + uint64_t(inst.row) * parts * n + inst.col + min(ptx::lane() * 4, inst.cols - 4);
 #pragma unroll 1
     for (uint32_t chunk = 0; chunk < N / kChunk<N> && chunk * kChunkTokens < rows; ++chunk) {
-        if (chunk > 0) finisher.early(chunk);
         finisher.late(chunk);
         float4 sum[R] = {};
 #pragma unroll 1
@@ -489,6 +364,7 @@ MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
                                         from + (uint64_t(token) * parts + part) * n))
                                   : float4{};
                 }
+            if (first == 0 && (kEarly || chunk > 0)) finisher.early(chunk);
 #pragma unroll
             for (int q = 0; q < kAtOnce; ++q)
 #pragma unroll
@@ -518,17 +394,15 @@ MEGAMOE_DEVICE void reduced_gemm(const Task& t, float* partials, Finisher& finis
     Tiles<S> acc;
     gemm_before<S>(t, acc, finisher);
     if (t.inst().parts == 1) return emit_rows<S::kBand>(t, acc[0], finisher);
-    StorePartial store(t, partials, S::kN);
-    emit_rows<S::kBand>(t, acc[0], store);
+    store_partial<S::kBand>(t, acc[0], partials, S::kN);
     if (last_of_unit(t)) emit_sums<S::kBand, S::kParts>(t, partials, S::kN, finisher);
 }
 
 // A task that sums the parts of others.
 template <class S, class Finisher>
 MEGAMOE_DEVICE void finish_parts(const Task& t, const float* partials, Finisher& finisher) {
-    finisher.early(0);
     t.wait_inputs();
-    emit_sums<S::kBand, S::kParts>(t, partials, S::kN, finisher);
+    emit_sums<S::kBand, S::kParts, true>(t, partials, S::kN, finisher);
 }
 
 // A part of a sum that tasks of their own finish.
@@ -537,16 +411,8 @@ MEGAMOE_DEVICE void partial_gemm(const Task& t, uint32_t n, uint32_t blocks) {
     static_assert(operand::index_key::partials == operand::qkv_a::partials &&
                   operand::index_query::partials == operand::qkv_a::partials);
     float acc[1][N / 2];
-    if constexpr (kWide && N >= 64)
-        gemm_fp8_wide<N>(t, blocks, acc[0]);
-    else
-        gemm_fp8<N, 1, 0>(t, blocks, acc);
-#ifdef MEGAMOE_ATTENTION_GATHER_PARTIALS
-    StorePartial store(t, t.operand<float>(operand::qkv_a::partials), n);
-    emit_rows<N>(t, acc[0], store);
-#else
+    gemm_fp8<N, 1>(t, blocks, acc);
     store_partial<N>(t, acc[0], t.operand<float>(operand::qkv_a::partials), n);
-#endif
 }
 
 }  // namespace megamoe::attention

@@ -30,73 +30,56 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
         wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
     const uint32_t first_key = threadIdx.x / 32 * 16 + lane / 4;  // and first_key + 8
 
-#ifdef MEGAMOE_ATTENTION_E1_TWO
-    constexpr int kAtOnce = 2;  // pages come in twos: KV_TILE
-#else
-    constexpr int kAtOnce = 1;
-#endif
-    float dots[kAtOnce][N / 2];
+    float dot[N / 2];
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u)
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) dots[u][i] = 0.f;  // see gemm_fp8
+    for (int i = 0; i < N / 2; ++i) dot[i] = 0.f;  // see gemm_fp8
 
 #pragma unroll 1
-    for (uint32_t first = 0; first < num_pages; first += kAtOnce) {
+    for (uint32_t i = 0; i < num_pages; ++i) {
+        const WeightPage page(t.slot.weight_page + i);
+        wait_or_stop(s, s.weight_full[page.index], page.phase);
+        if (i == 0) t.stamp(Stamp::kLoaded);
+        const uint32_t a = keys + page.index * (kPageBytes / 16);
+        wgmma::pin(dot);
+        wgmma::fence();
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-            const WeightPage page(t.slot.weight_page + first + u);
-            float (&dot)[N / 2] = dots[u];
-            wait_or_stop(s, s.weight_full[page.index], page.phase);
-            if (first + u == 0) t.stamp(Stamp::kLoaded);
-            const uint32_t a = keys + page.index * (kPageBytes / 16);
-            wgmma::pin(dot);
-            wgmma::fence();
+        for (int k = 0; k < 4; ++k)
+            wgmma::Mma<N, true>::template run<1024, 1024>(dot, a + k * wgmma::kStepK,
+                                                          b + k * wgmma::kStepK, k > 0);
+        wgmma::commit();
+        const float scale[2] = {s.key_scale[page.index][first_key],
+                                s.key_scale[page.index][first_key + 8]};
+        wgmma::wait<0>();
+        wgmma::pin(dot);
+        arrive_warp(s.weight_free[page.index]);
+        float sum[kTokens][2] = {};
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
-                wgmma::Mma<N, true>::template run<1024, 1024>(dot, a + k * wgmma::kStepK,
-                                                              b + k * wgmma::kStepK, k > 0);
-            wgmma::commit();
+        for (int j = 0; j < N / 8; ++j) {
+            const float2 weight = ptx::load_shared2(weights + j * 32);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float& v = sum[j / kHeadBlocks][h];
+                v = fmaf(fmaxf(dot[j * 4 + h * 2], 0.f), weight.x, v);
+                v = fmaf(fmaxf(dot[j * 4 + h * 2 + 1], 0.f), weight.y, v);
+            }
         }
 #pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) {
-            const uint32_t i = first + u;
-            const WeightPage page(t.slot.weight_page + i);
-            float (&dot)[N / 2] = dots[u];
-            const float scale[2] = {s.key_scale[page.index][first_key],
-                                    s.key_scale[page.index][first_key + 8]};
-            wait_pending(kAtOnce - 1 - u);
-            wgmma::pin(dot);
-            arrive_warp(s.weight_free[page.index]);
-            float sum[kTokens][2] = {};
+        for (int token = 0; token < kTokens; ++token)
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) {
-                const float2 weight = ptx::load_shared2(weights + j * 32);
+            for (int h = 0; h < 2; ++h) sum[token][h] = sum_lanes<4>(sum[token][h]);
+        // Of every four tokens a lane stores one.
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& v = sum[j / kHeadBlocks][h];
-                    v = fmaf(fmaxf(dot[j * 4 + h * 2], 0.f), weight.x, v);
-                    v = fmaf(fmaxf(dot[j * 4 + h * 2 + 1], 0.f), weight.y, v);
-                }
-            }
+        for (int four = 0; four < kTokens; four += 4) {
+            const uint32_t token = four + quad;
 #pragma unroll
-            for (int token = 0; token < kTokens; ++token)
+            for (int h = 0; h < 2; ++h) {
+                float v = sum[four][h];
 #pragma unroll
-                for (int h = 0; h < 2; ++h) sum[token][h] = sum_lanes<4>(sum[token][h]);
-            // Of every four tokens a lane stores one.
-#pragma unroll
-            for (int four = 0; four < kTokens; four += 4) {
-                const uint32_t token = four + quad;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float v = sum[four][h];
-#pragma unroll
-                    for (int q = 1; q < 4 && four + q < kTokens; ++q)
-                        if (quad == q) v = sum[four + q][h];
-                    const uint32_t key = i * kTileRows + first_key + h * 8;
-                    v = kv + key < visible + token ? v * scale[h] : __int_as_float(0xff800000);
-                    if (token < rows) logits[token * stride + key] = v;
-                }
+                for (int q = 1; q < 4 && four + q < kTokens; ++q)
+                    if (quad == q) v = sum[four + q][h];
+                const uint32_t key = i * kTileRows + first_key + h * 8;
+                v = kv + key < visible + token ? v * scale[h] : __int_as_float(0xff800000);
+                if (token < rows) logits[token * stride + key] = v;
             }
         }
     }

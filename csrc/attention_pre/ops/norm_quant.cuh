@@ -232,8 +232,7 @@ template <class S>
 MEGAMOE_DEVICE void qkv_a(const Task& t) {
     Tiles<S> acc;
     gemm_fp8<S>(t, acc);
-    StorePartial store(t, t.operand<float>(operand::qkv_a::partials), S::kN);
-    emit_rows<S::kBand>(t, acc[0], store);
+    store_partial<S::kBand>(t, acc[0], t.operand<float>(operand::qkv_a::partials), S::kN);
     if (last_of_unit(t)) qkv_a_final<S>(t);
 }
 

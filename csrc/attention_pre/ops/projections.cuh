@@ -10,8 +10,7 @@ template <class S>
 MEGAMOE_DEVICE void head_gate(const Task& t) {
     Tiles<S> acc;
     gemm_bf16<S>(t, acc);
-    StorePartial store(t, t.operand<float>(operand::head_gate::partials), S::kN);
-    emit_rows<S::kBand>(t, acc[0], store);
+    store_partial<S::kBand>(t, acc[0], t.operand<float>(operand::head_gate::partials), S::kN);
 }
 
 // LayerNorm, rotation, e4m3, and the write into the paged cache.
@@ -159,10 +158,12 @@ MEGAMOE_DEVICE void absorb_query(const Task& t) {
     gemm_bf16<S>(t, acc);
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
-        StoreBf16 finisher(t, t.operand<uint8_t>(operand::absorb_query::out),
-                           uint64_t(S::kHeads) * S::kN,
-                           t.inst().item * S::kN + t.inst().col + tile * kTileRows);
-        emit_rows<S::kBand>(t, acc[tile], finisher);
+        const uint64_t pitch = uint64_t(S::kHeads) * S::kN * 2;
+        const uint32_t column = t.inst().item * S::kN + t.inst().col + tile * kTileRows;
+        store_bf16<S::kBand>(
+            t, acc[tile],
+            t.operand<uint8_t>(operand::absorb_query::out) + t.inst().row * pitch + column * 2,
+            pitch);
     }
 }
 
