@@ -192,6 +192,12 @@ MEGAMOE_DEVICE uint32_t pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
     return v;
 }
+// Results and operands below 2^-126 are zero.
+MEGAMOE_DEVICE float exp2_ftz(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
 // NaN wins, as in the contract's min and max of the clamp.
 MEGAMOE_DEVICE float min_nan(float a, float b) {
     float v;

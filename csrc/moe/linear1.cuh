@@ -13,11 +13,11 @@ namespace megamoe::moe {
 inline constexpr float kE4m3Max = 448.f, kTinyAmax = 1e-30f;
 
 MEGAMOE_DEVICE float swiglu(float gate, float up, float clamp) {
-    if (clamp > 0.f) {
-        gate = ptx::min_nan(gate, clamp);
-        up = ptx::max_nan(ptx::min_nan(up, clamp), -clamp);
-    }
-    return __fmul_rn(__fdividef(gate, 1.f + __expf(-gate)), up);
+    gate = ptx::min_nan(gate, clamp);
+    up = ptx::max_nan(ptx::min_nan(up, clamp), -clamp);
+    // exp(-gate) as __expf has it, but for results too small to change 1 + exp(-gate).
+    const float exp = ptx::exp2_ftz(__fmul_rn(gate, -1.4426950408889634f));
+    return __fmul_rn(__fdividef(gate, 1.f + exp), up);
 }
 
 struct Quantiser {

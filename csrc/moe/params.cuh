@@ -55,7 +55,7 @@ struct MoEParams {
     const float* w1_scale;     // [experts, kL1Tiles, scale_floats(H)]: gate, up
     const float* w2_scale;     // [experts, kL2Tiles, scale_floats(I)]: rows 0..127, 128..255
     uint8_t* y;                // [T] BF16 rows
-    float swiglu_clamp;        // <= 0: none
+    float swiglu_clamp;        // infinity: none
     uint32_t stage_is_bf16;
     const void* stage_x;        // the call's rows, or null: they are in the window
     const float* stage_scale;   // FP32 [T, H/128] with e4m3 rows

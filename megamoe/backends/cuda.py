@@ -228,7 +228,7 @@ class CudaSession:
             timeout_ns=int(config.timeout_s * 1e9),
             w1_scale=self._w_scale[0].data_ptr(),
             w2_scale=self._w_scale[1].data_ptr(),
-            swiglu_clamp=spec.swiglu_clamp or 0.0,
+            swiglu_clamp=math.inf if spec.swiglu_clamp is None else spec.swiglu_clamp,
         )
 
         def put(field: str, data: bytes) -> None:
