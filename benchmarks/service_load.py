@@ -35,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,7 +49,13 @@ from tritonclient.utils import InferenceServerException
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.service_steps import post, service, steps_row, watch_steps  # noqa: E402
+from benchmarks.service_steps import (  # noqa: E402
+    BareLayer,
+    post,
+    service,
+    steps_row,
+    watch_steps,
+)
 from benchmarks.service_telemetry import telemetry_row  # noqa: E402
 from tests.service.served import Served, inputs_of, make_tokens, output_bits  # noqa: E402
 
@@ -56,6 +63,7 @@ RESULT = ROOT / "benchmarks" / "results" / "service_cpu.json"
 LOAD_SHAPE = "hidden=512,inter=256,experts=16,topk=4"
 COST_SHAPE = "hidden=7168,inter=128,experts=8,topk=2"
 HANG_S = 30.0
+NAMES = ["load", "kill", "cost", "steps", "telemetry"]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -242,18 +250,18 @@ def cost_row(requests: int) -> dict:
 # ---------------------------------------------------------------------- steps, telemetry
 
 
-def service_rows(args: argparse.Namespace, wanted: list[str]) -> list[dict]:
+def service_rows(args: argparse.Namespace) -> Iterator[dict]:
     """The rows that are wanted, of one service."""
-    rate = 1 / args.per_second if "telemetry" in wanted else 1.0
-    options = ("--telemetry-interval", str(rate), "--fault-injection")
-    made = []
-    with service(args, *options) as (served, spec):
-        seen = watch_steps(args, served, spec) if "steps" in wanted else None
-        if "telemetry" in wanted:
-            made.append(telemetry_row(args, served, spec))
-    if seen is not None:
-        made.insert(0, steps_row(args, *seen))
-    return made
+    interval = 1 / args.per_second if "telemetry" in args.only else 1.0
+    options = ("--telemetry-interval", str(interval), "--fault-injection")
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(BareLayer(args)) if "steps" in args.only else None
+        with service(args, *options) as (served, spec):
+            seen = watch_steps(args, served, spec) if bare is not None else None
+            if "telemetry" in args.only:
+                yield telemetry_row(args, served, spec)
+        if bare is not None and seen is not None:
+            yield steps_row(*seen, bare)
 
 
 def machine(backend: str) -> dict:
@@ -303,8 +311,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
-    names = ["load", "kill", "cost", "steps", "telemetry"]
-    parser.add_argument("--only", choices=names, nargs="+", default=names[:3])
+    parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES[:3])
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
@@ -324,25 +331,28 @@ def main() -> int:
         "load": lambda: [load_row("load", args.clients, args.seconds, kill=False)],
         "kill": lambda: [load_row("kill", args.clients, args.seconds, kill=True)],
         "cost": lambda: [cost_row(args.requests)],
-        "service": lambda: service_rows(args, args.only),
+        "service": lambda: service_rows(args),
     }
-    rows = []
+    failed = False
     for name, make in makers.items():
         if name in args.only or (name == "service" and {"steps", "telemetry"} & set(args.only)):
             began = origin()
-            rows += [{**row, **began} for row in make()]
-    for row in rows:
-        print(json.dumps(row, indent=1), flush=True)
-    if not args.no_write:
-        fresh = {key(row) for row in rows}
-        if args.output.exists():
-            old = json.loads(args.output.read_text())["rows"]
-            rows += [row for row in old if key(row) not in fresh]
-        rows.sort(key=lambda row: (names.index(row["name"]), *key(row)[1:2]))
-        result = {"meta": machine(args.backend), "rows": rows}
-        args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if any(row.get("wrong_or_lost") for row in rows) else 0
+            for row in make():
+                row |= began
+                failed |= bool(row.get("wrong_or_lost"))
+                print(json.dumps(row, indent=1), flush=True)
+                if not args.no_write:
+                    keep(row, args.output, args.backend)
+    return int(failed)
+
+
+def keep(row: dict, path: Path, backend: str) -> None:
+    """Writes a row into a file of results, in the place of an older one of its kind."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [old for old in rows if key(old) != key(row)] + [row]
+    rows.sort(key=lambda row: (NAMES.index(row["name"]), *key(row)[1:2]))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"meta": machine(backend), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

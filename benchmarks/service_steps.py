@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ sys.path.insert(0, str(ROOT))
 from tests.service.served import Served, inputs_of, make_tokens  # noqa: E402
 
 REQUEST_TOKENS = 128
+WAIT_S = 600.0
+"""After which a bare layer that nobody asks gives up."""
 MOST_COMMON = 4
 """Step sizes that are compared with the bare layer."""
 
@@ -165,13 +168,14 @@ def watch_steps(
         "rank_ms": host_spans(served),
         "sensors": {k: round(v, 1) for k, v in sensors.items()} if any(sensors.values()) else None,
     }
+    print(json.dumps(row), flush=True)  # should the bare layer fail
     return row, kernels
 
 
-def steps_row(args: argparse.Namespace, row: dict, kernels: dict[int, list[float]]) -> dict:
+def steps_row(row: dict, kernels: dict[int, list[float]], bare: BareLayer) -> dict:
     """The service's steps against the bare layer on as many rows, one after the other."""
     common = sorted(sorted(kernels, key=lambda n: -len(kernels[n]))[:MOST_COMMON])
-    told = bare_layer(args, common)
+    told = bare.times(common)
     compared = []
     for n in common:
         served_ms, bare_ms = statistics.median(kernels[n]) * 1e3, told["bare_ms"][str(n)]
@@ -206,18 +210,44 @@ def host_spans(served: Served) -> dict[str, float]:
 # ---------------------------------------------------------------------- the bare layer
 
 
-def bare_layer(args: argparse.Namespace, batches: list[int]) -> dict:
-    """Times of the layer alone, by the number of rows of a step, as its ranks told them."""
-    argv = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={args.ranks}", __file__, "--backend", args.backend, "--shape",
-        args.shape, "--max-tokens", str(max_tokens(args)), "--calls", str(args.calls),
-        "--batches", ",".join(map(str, batches)),
-    ]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+class BareLayer:
+    """The ranks of the layer alone, opened now and timed when asked.
+
+    They load while the service does, and do nothing while it is measured.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="bare-")
+        self.go = Path(self.folder.name) / "batches"
+        argv = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={args.ranks}", __file__, "--backend", args.backend, "--shape",
+            args.shape, "--max-tokens", str(max_tokens(args)), "--calls", str(args.calls),
+            "--go", str(self.go),
+        ]  # fmt: skip
+        self.log = (Path(self.folder.name) / "log").open("w+")
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=self.log, text=True)
+
+    def times(self, batches: list[int]) -> dict:
+        """Milliseconds by the number of rows of a step, as rank 0 told them."""
+        draft = self.go.with_suffix(".draft")
+        draft.write_text(",".join(map(str, batches)))
+        draft.rename(self.go)
+        said, _ = self.process.communicate(timeout=300)
+        if self.process.returncode:
+            self.log.seek(0)
+            raise RuntimeError(self.log.read()[-4000:])
+        return json.loads(said.strip().splitlines()[-1])
+
+    def __enter__(self) -> BareLayer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun ends its ranks
+            self.process.wait(40)
+        self.log.close()
+        self.folder.cleanup()
 
 
 def bare_rank(args: argparse.Namespace) -> None:
@@ -261,7 +291,12 @@ def bare_rank(args: argparse.Namespace) -> None:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             return float(slowest)
 
-        for n in map(int, args.batches.split(",")):
+        deadline = time.monotonic() + WAIT_S
+        while not args.go.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody wrote {args.go} in {WAIT_S:g} s")
+            time.sleep(0.05)
+        for n in map(int, args.go.read_text().split(",")):
             inputs = tensors(n)
             times[n] = [call(inputs) for _ in range(args.calls + 10)][10:]
     if rank == 0:
@@ -280,5 +315,5 @@ if __name__ == "__main__":
     parser.add_argument("--shape", required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--calls", type=int, required=True)
-    parser.add_argument("--batches", required=True)
+    parser.add_argument("--go", type=Path, required=True, help="rows of steps, once to be timed")
     bare_rank(parser.parse_args())
