@@ -31,6 +31,7 @@ import http.client
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -333,6 +334,7 @@ def main() -> int:
         "cost": lambda: [cost_row(args.requests)],
         "service": lambda: service_rows(args),
     }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that services end too
     failed = False
     for name, make in makers.items():
         if name in args.only or (name == "service" and {"steps", "telemetry"} & set(args.only)):
