@@ -63,6 +63,18 @@ def test_many_rows_match_the_oracle_and_the_few_row_path(case):
         assert_bitwise(few, many, f"{case.name} block_m {block_m} against 128")
 
 
+@pytest.mark.parametrize("rows", [7, 16, 30, 45, 64, 77, 96, 97])
+def test_every_box_of_rows_gives_the_same_bits(rows):
+    """One block of so many rows, each box of the few-row path and the first of the other, against
+    blocks of 8."""
+    spec = MoESpec(hidden=512, inter=384, num_experts=4, topk=2)
+    case = Case(f"rows-{rows}", spec, (rows,), "one_expert")
+    [y], [want] = run_case(case, BIG), case.expected()
+    assert_matches_oracle(y, want, spec, case.name, bits(spec))
+    [small] = run_case(case, replace(BIG, block_m=8))
+    assert_bitwise(small, y, case.name)
+
+
 RINGS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (3, 2, 2), (5, 4, 3), (64, 64, 8)]
 
 
