@@ -1,7 +1,7 @@
 // What finishers do with a row: sums over its lanes, rotation, quantisation, stores.
 #pragma once
 
-#include "attention_pre/ops/gemm.cuh"
+#include "attention_pre/ops/emit.cuh"
 
 namespace megamoe::attention {
 
