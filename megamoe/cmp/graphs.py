@@ -9,13 +9,15 @@ A graph may hold several runs one after another, on one set of tensors each.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
-from megamoe.backends.cuda_driver import check, driver_api
+from megamoe.backends.cuda_driver import Module, check, driver_api
 from megamoe.cmp.bound import BoundCmp, BoundKernel
 from megamoe.cmp.dag import Edge, chain, leaves, streams
 from megamoe.cmp.modes import MODES, Mode
 from megamoe.errors import SpecError
+from megamoe.jit import compile_cubin
 
 __all__ = ["CmpGraph"]
 
@@ -65,6 +67,29 @@ def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
     )
 
 
+@cache
+def spacer() -> tuple[Module, Any]:
+    """The empty kernel, loaded."""
+    module = Module(compile_cubin("cmp/spacer.cu", {}).image)
+    return module, module.function("megamoe_spacer")
+
+
+def _launch_spacer(kernel: tuple[Module, Any], stream: Any) -> None:
+    config = driver_api().CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32, 1, 1
+    config.hStream = stream
+    check(driver_api().cuLaunchKernelEx(config, kernel[1], 0, 0), "launching a spacer")
+
+
+def _spacer_node(graph: Any, kernel: tuple[Module, Any]) -> Any:
+    params = driver_api().CUDA_KERNEL_NODE_PARAMS()
+    params.func = kernel[1]
+    params.gridDimX = params.gridDimY = params.gridDimZ = 1
+    params.blockDimX, params.blockDimY, params.blockDimZ = 32, 1, 1
+    return check(driver_api().cuGraphAddKernelNode(graph, [], 0, params), "a spacer")
+
+
 def _edge_data(programmatic: bool) -> Any:
     data = driver_api().CUgraphEdgeData()
     if programmatic:
@@ -81,6 +106,7 @@ class CmpGraph:
         mode: which edges, and how they are made.
         programmatic: of a graph with branches, the edges (by kernel names) that are programmatic;
             ``None`` leaves it to the mode.
+        apart: whether an empty kernel stands between two runs.
 
     Attributes:
         mode: as given.
@@ -95,12 +121,14 @@ class CmpGraph:
         mode: Mode,
         *,
         programmatic: Collection[tuple[str, str]] | None = None,
+        apart: bool = False,
     ) -> None:
         if mode not in MODES:
             raise SpecError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
         driver = driver_api()
         self.mode = mode
         self._programmatic = programmatic
+        self._spacer = spacer() if apart else None
         self._runs = list(runs)  # kept alive
         self._streams: list[Any] = []
         self._events: list[Any] = []
@@ -154,6 +182,8 @@ class CmpGraph:
         self._begin(stream)
         for run in self._runs:
             made = []
+            if self._spacer and self.nodes and self.mode != "graph_rewrite":
+                _launch_spacer(self._spacer, stream)
             for i, bound in enumerate(run.kernels):
                 _launch(bound, stream, [serial] if programmatic and i > 0 else [])
                 made.append(self._last_node(stream))
@@ -212,12 +242,15 @@ class CmpGraph:
                 data.append(_edge_data(self._is_programmatic(names[producer], names[consumer])))
             if i == 0:
                 continue
-            roots = sorted(set(range(len(nodes))) - {c for _, c in run.edges})
-            for leaf in leaves(len(self.nodes[i - 1]), self._runs[i - 1].edges):
-                for root in roots:
-                    begin.append(self.nodes[i - 1][leaf])
-                    end.append(nodes[root])
-                    data.append(_edge_data(False))
+            last = [self.nodes[i - 1][k] for k in leaves(len(names), self._runs[i - 1].edges)]
+            first = [nodes[k] for k in sorted(set(range(len(nodes))) - {c for _, c in run.edges})]
+            pairs = [(a, b) for a in last for b in first]
+            if self._spacer:
+                node = _spacer_node(self._graph, self._spacer)
+                pairs = [(a, node) for a in last] + [(node, b) for b in first]
+            begin += [a for a, _ in pairs]
+            end += [b for _, b in pairs]
+            data += [_edge_data(False) for _ in pairs]
         if not begin:
             return
         check(
@@ -236,6 +269,8 @@ class CmpGraph:
             # Branches of their own in every run: a stream that is used again would have them follow
             # its last kernel of the run before.
             made = [main, *(self._stream() for _ in range(max(place)))]
+            if self._spacer and self.nodes:
+                _launch_spacer(self._spacer, main)
             self.nodes.append([])
             ready: dict[int, Any] = {}
             for i, bound in enumerate(run.kernels):
@@ -277,6 +312,8 @@ class CmpGraph:
         found = []
         begin, end, data, _ = self._get_edges()
         for a, b, edge in zip(begin, end, data, strict=True):
+            if int(a) not in where or int(b) not in where:  # a spacer's
+                continue
             (run, producer), (other, consumer) = where[int(a)], where[int(b)]
             if run == other:
                 names = [self._runs[run].kernels[i].kernel.name for i in (producer, consumer)]

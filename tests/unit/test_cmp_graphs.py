@@ -40,6 +40,7 @@ DATA = {
     ("D0", "D2"),
 }
 FULL, PROGRAMMATIC = 0, 1
+SPACER = 2
 
 
 class FakeDriver:
@@ -90,12 +91,13 @@ class FakeDriver:
         return 0, driver.CUgraph(1)
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: int, extra: int) -> tuple:
-        names = {int(a.id): a.value for a in config.attrs[: config.numAttrs]}
+        names = {int(a.id): a.value for a in (config.attrs or [])[: config.numAttrs]}
         before = set(self.ahead[int(config.hStream)])
         if 6 in names and names[6].programmaticStreamSerializationAllowed:
             before = {(node, PROGRAMMATIC) for node, _ in before}
         node = self._add(before)
-        self.priorities[node] = names[8].priority
+        if 8 in names:
+            self.priorities[node] = names[8].priority
         self.ahead[int(config.hStream)] = {(node, FULL)}
         if 7 in names:
             self.event[int(names[7].programmaticEvent.event)] = {(node, PROGRAMMATIC)}
@@ -118,7 +120,7 @@ class FakeDriver:
 
     def cuGraphAddKernelNode(self, graph: Any, before: list, count: int, params: Any) -> tuple:
         assert params.gridDimX > 0
-        assert params.kernelParams
+        assert params.kernelParams or int(params.func) == SPACER
         return 0, driver.CUgraphNode(self._add(set()))
 
     def cuGraphKernelNodeSetAttribute(self, node: Any, name: Any, value: Any) -> tuple:
@@ -215,6 +217,25 @@ def test_streams_follow_one_producer_each():
     assert place["B1p"] == place["B1f"] != 0
     assert place["D0"] == place["D2"] != 0
     assert len({place[n] for n in ("B0p", "C0", "B1p")}) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_kernel_keeps_runs_apart(mode, monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(graphs, "driver_api", lambda: fake)
+    monkeypatch.setattr(graphs, "spacer", lambda: (None, driver.CUfunction(SPACER)))
+    graph = CmpGraph([run_of(kernels()) for _ in range(3)], mode, apart=True)
+    assert fake.count == 3 * len(ORDER) + 2
+    known = {int(n) for nodes in graph.nodes for n in nodes}
+    last = ["E1"] if mode.startswith("single_stream") else ["D2", "E1"]
+    for r in (1, 2):
+        first = int(graph.nodes[r][0])
+        (between,) = {a for a, b in fake.edges if b == first}
+        assert between not in known
+        before = {a for a, b in fake.edges if b == between}
+        assert before == {int(graph.nodes[r - 1][ORDER.index(n)]) for n in last}
+        assert {fake.edges[a, between] for a in before} | {fake.edges[between, first]} == {FULL}
+    assert [e[1:] for e in graph.edges if e[0] == 1] == graph.expected_edges(1)
 
 
 @pytest.mark.parametrize("count", [1, 3])
