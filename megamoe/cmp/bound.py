@@ -50,7 +50,7 @@ class _CmpParams(ctypes.Structure):
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 44),
+        ("padding", ctypes.c_uint8 * 52),
     )
 
 

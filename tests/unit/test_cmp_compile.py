@@ -6,6 +6,7 @@ on any path: checked in the PTX always, and in the machine code where nvdisasm i
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -21,6 +22,7 @@ from megamoe import jit
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
+from megamoe.cmp.bound import _CmpParams
 from megamoe.cmp.kernels import (
     compile_kernel,
     kernel_defines,
@@ -218,6 +220,16 @@ def test_registers_and_shared_memory(mode, rows):
         assert registers <= SM_REGISTERS, (k.name, used.registers, threads, shape)
         shared = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
         assert shared <= SM_SHARED, (k.name, shared)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("mode", ["single_stream", "branches", "branches_pdl"])
+def test_parameters_are_the_host_s(mode, trace):
+    """Size and last field of every kernel's parameters, as ``megamoe/cmp/bound.py`` fills them."""
+    for k, shape in tuned_kernels(mode, 16):
+        unit = compile_kernel(k.specialization, k.part, shape, trace=trace)
+        assert unit.constant("megamoe_cmp_param_bytes") == ctypes.sizeof(_CmpParams), k.name
+        assert unit.constant("megamoe_cmp_last_param_at") == _CmpParams.in_flight.offset, k.name
 
 
 def test_a_consumer_fits_beside_its_producer():
