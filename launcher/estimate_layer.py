@@ -39,9 +39,9 @@ class Coefficients:
     fixed_us: float
 
 
-FITTED: Final = Coefficients(flops=0.92, read=0.98, link=1.0, sharpness=2.0, fixed_us=50.0)
-"""``fit`` of benchmarks/results/moe_h200x2.json: 12 uniform rows of v4-flash and deepseek-v3 with 8
-to 8192 tokens per rank. One GPU's rows were not used."""
+FITTED: Final = Coefficients(flops=0.88, read=0.98, link=1.0, sharpness=2.0, fixed_us=30.0)
+"""``fit`` of benchmarks/results/moe_h200x2.json: 16 uniform rows of v4-flash, deepseek-v3 and v4-pro
+with 8 to 8192 tokens per rank. One GPU's rows were not used."""
 
 _PHASES: Final = "phases inside the kernel on one H200, docs/performance.md"
 
@@ -87,7 +87,7 @@ def predict(
             "staging",
             4.0 + work.stage_bytes / machine.copy * 1e6,
             "µs",
-            "4 µs of a launch + 2·T·row / copy rate",
+            "4 µs + 2·T·row / copy rate",
             _PHASES,
         ),
         Figure("routes", 2.0 + 26.0 * work.routes / 65536, "µs", "2 µs + 26 µs per 65536", _PHASES),

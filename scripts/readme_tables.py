@@ -74,6 +74,7 @@ def gpu_rows(name: str) -> list[str]:
         return []
     earlier = {same_inputs(row): row for row in found.get("earlier", [])}
     body, bracketed, gemms = [], False, all(row.get("gemms_us") for row in rows)
+    pipeline = bool(earlier) or any(row.get("unfused_us") for row in rows)
     for row in rows:
         peer, ours = row.get("peer_us"), row["total_us"]
         unfused = cell(row.get("unfused_us"))
@@ -90,7 +91,7 @@ def gpu_rows(name: str) -> list[str]:
                 cell(row.get("fraction_of_floor"), ".2f"),
                 cell(peer),
                 cell(peer / ours if peer else None, ".2f", "×"),
-                unfused,
+                *([unfused] if pipeline else []),
                 *([cell(row["gemms_us"])] if gemms else []),
                 cell(row.get("sustained_us")),
                 cell(None if energy is None else 1e3 * energy, ".2f"),
@@ -98,7 +99,8 @@ def gpu_rows(name: str) -> list[str]:
         )
     columns = (
         *("model", "tokens per rank", "routing", "this layer, µs", "of the floor"),
-        *("fused peer, µs", "faster by", "unfused, µs"),
+        *("fused peer, µs", "faster by"),
+        *(["unfused, µs"] if pipeline else []),
         *(["its GEMMs, µs"] if gemms else []),
         *("sustained, µs", "mJ per token"),
     )
