@@ -26,6 +26,15 @@ EXPLAINED = (
     # Targets of rows: written by the publish warp's lanes, announced by its lane 0, and read until
     # lane 0 of each math warp says so.
     (r"\bfind_targets\(", r"\blinear2_(few|many)\W"),
+    # Attention-pre. Records and weight scales: written by the controller's lanes, given back by
+    # lane 0 of every other role.
+    (
+        r"\battention::(run_controller|load_scales)\(",
+        r"\battention::|\bload_shared2?\(|^megamoe_attention_pre$",
+    ),
+    # Scales of inputs: written by the input loader's lanes, read until lane 0 of each math warp
+    # says so.
+    (r"\battention::InputBlocks::load\(", r"\bload_shared2?\("),
 )
 _ACCESS = re.compile(r"(?:Race reported between|and) (?:Read|Write) access at (.*?)\+0x[0-9a-f]+")
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn")
