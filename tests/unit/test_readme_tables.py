@@ -36,7 +36,7 @@ def rows_below(name: str, page: str = "README.md") -> list[dict[str, str]]:
 
 
 def test_the_readme_has_its_tables():
-    for name in ("moe-gpu", "moe-cpu", "attention-pre", "stress"):
+    for name in ("moe-gpu", "moe-gpu-one", "moe-cpu", "attention-pre", "stress"):
         assert rows_below(name), name
     assert rows_below("power", "docs/performance.md") or not list(RESULTS.glob("power_*.json"))
 
