@@ -208,7 +208,7 @@ def cmp_modes() -> list[str]:
     """The kinds of graph at 16 tokens, 8192 keys."""
     rows = cold_rows(ATTENTION)
     body = []
-    for variant, name in {**VARIANTS, "megakernel_beside_cmp": "megakernel, same process"}.items():
+    for variant, name in {**VARIANTS, "megakernel_beside_cmp": "megakernel, last run"}.items():
         found = rows.get((variant, 16, 8192))
         if found and variant not in ("megakernel", "peer_serial"):
             times = (cell(found.get(k), ".1f") for k in ("us", "graph_us", "span_us"))

@@ -18,7 +18,7 @@ def test_evidence_is_what_the_results_say():
     rows = [r for r in json.loads(RESULTS.read_text())["rows"] if r["l2"] == "cold"]
     for e in EVIDENCE:
         here = {r["variant"]: r["us"] for r in rows if (r["m"], r["kv"]) == (e.rows, e.keys)}
-        # The layer runs `branches_pdl`; the megakernel was timed in the same run.
+        # The layer runs `branches_pdl`; the megakernel was timed by the same command.
         found = here["megakernel_beside_cmp"], here["branches_pdl"]
         assert (e.megakernel_us, e.cmp_us) == found, e
     assert EVIDENCE
