@@ -1,9 +1,9 @@
 """How fast an SM brings pages of weights: ``python -m launcher.probe_pages`` on a Hopper GPU.
 
 The attention-pre kernel streams pages of 16 KiB, boxes of 128 rows by 128 bytes, one thread per SM
-(``docs/attention_pre.md``). What that could reach, by the
-form of the copy, the pages in flight, and whether L2 holds them. Times are the difference between a
-long and a short launch, so that neither launch nor first touches count.
+(``docs/attention_pre.md``). This is what that can reach, by the form of the copy, the pages in
+flight, and whether L2 holds them. Times are the difference between a long and a short launch, so
+that neither launch nor first touches count.
 """
 
 from __future__ import annotations
