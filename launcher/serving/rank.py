@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from typing import Final, NoReturn
 
 import torch
@@ -60,6 +61,11 @@ class _Watch:
         self.unread = ""  # why no sensor is read
         if not options.telemetry_s:
             self.unread = "--telemetry-interval is 0"
+        self.came: deque[int] = deque()
+        for number in (*SIGNALS, BLIND, SEE):
+            # For those that find a thread older than the mask, as a driver's may be: without a
+            # handler they would end the process.
+            signal.signal(number, lambda number, _: self.came.append(number))
         self.told_at: float | None = None
         self.life_at = 0.0
         self.read_at = 0.0
@@ -81,7 +87,9 @@ class _Watch:
         watching = False
         while worker.is_alive():
             tick_s = min(TICK_S, self.options.telemetry_s or TICK_S)
-            came = signal.sigtimedwait((*SIGNALS, BLIND, SEE), tick_s)
+            waited = signal.sigtimedwait((*SIGNALS, BLIND, SEE), tick_s)
+            if waited is not None:
+                self.came.append(waited.si_signo)
             if self.shared.pids and not watching:
                 watching = True
                 for rank, pid in enumerate(self.shared.pids):
@@ -96,10 +104,12 @@ class _Watch:
                 worker.join(STOP_SKEW_S)
                 if worker.is_alive() and not self.shared.stopping:
                     self._end(1, f"{self.peers[gone[0][0]]} died")
-            if came is not None and came.si_signo in (BLIND, SEE):
-                self.unread = "told not to look" if came.si_signo == BLIND else ""
-            elif came is not None:
-                self._told_to_stop()
+            while self.came:
+                number = self.came.popleft()
+                if number in (BLIND, SEE):
+                    self.unread = "told not to look" if number == BLIND else ""
+                else:
+                    self._told_to_stop()
             if self.told_at is not None and time.monotonic() - self.told_at > STOP_LIMIT_S:
                 self._end(1, "the drain took too long")
             self._live()

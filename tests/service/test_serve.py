@@ -373,6 +373,41 @@ def test_when_restarts_run_out_the_service_ends_with_a_failure(served):
     assert list(Path(served.folder.name).iterdir()) == []
 
 
+def test_signals_reach_the_rank_whatever_thread_takes_them(tmp_path, monkeypatch):
+    """A driver's thread, older than the rank's signal mask, may be the one that a signal finds."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, threading, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "    from megamoe.telemetry import Sampler\n"
+        "    read = Sampler.read\n"  # takes milliseconds on a GPU, in which nobody waits for signals
+        "    Sampler.read = lambda self: (time.sleep(0.03), read(self))[1]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    options = ("--fault-injection", "--telemetry-interval", "0.05", "--max-restarts", "0")
+    with Served(*options, ranks=1) as served:
+        served.wait_ready()
+        served.note_processes()
+        [rank] = [p for p in served.seen.values() if "launcher.serve" in p.cmdline()]
+        blocked = [
+            int(re.search(r"SigBlk:\s*(\w+)", (thread / "status").read_text())[1], 16)
+            for thread in Path(f"/proc/{rank.pid}/task").iterdir()
+            if thread.name != str(rank.pid)
+        ]
+        assert 0 in blocked, "no such thread: this test shows nothing"
+        with httpx.Client(base_url=served.url) as http:
+            for turn in range(100):
+                body = {"rank": 0, "action": ("blind", "see")[turn % 2]}
+                assert http.post("/debug/fault", json=body).status_code == 200, served.text()
+        time.sleep(0.5)
+        assert served.ready(), served.text()
+        assert served.metric("megamoe_group_generation") == 1
+        rank.send_signal(signal.SIGTERM)
+        served.wait_exit(30)
+        assert "draining" in served.text()
+        assert "died" not in served.text()
+
+
 # ---------------------------------------------------------------- drain, ports, second service
 
 
