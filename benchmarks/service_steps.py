@@ -119,7 +119,11 @@ def service(args: argparse.Namespace, *options: str):
     options = ("--backend", args.backend, "--max-tokens", tokens, "--heartbeat", "5", *options)
     with Served(*options, ranks=args.ranks, shape=args.shape) as served:
         served.wait_ready(500)
-        yield served, random_spec(args.shape)
+        try:
+            yield served, random_spec(args.shape)
+        except Exception:
+            print(served.text()[-4000:], file=sys.stderr)  # else nobody would know why
+            raise
 
 
 def max_tokens(args: argparse.Namespace) -> int:
