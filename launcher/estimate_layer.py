@@ -40,8 +40,8 @@ class Coefficients:
 
 
 FITTED: Final = Coefficients(flops=0.88, read=0.98, link=1.0, sharpness=2.0, fixed_us=30.0)
-"""``fit`` of benchmarks/results/moe_h200x2.json: 16 uniform rows of v4-flash, deepseek-v3 and v4-pro
-with 8 to 8192 tokens per rank. One GPU's rows were not used."""
+"""``fit`` of benchmarks/results/moe_h200x2.json: 16 uniform rows of v4-flash, deepseek-v3 and
+v4-pro with 8 to 8192 tokens per rank. One GPU's rows were not used."""
 
 _PHASES: Final = "phases inside the kernel on one H200, docs/performance.md"
 

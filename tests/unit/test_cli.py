@@ -85,9 +85,9 @@ def test_rank_processes_get_the_options_that_were_given(name):
     command = commands()[name]
     given = []
     for i, p in enumerate(q for q in command.params if q.name not in ("help", "ranks")):
-        # Digits are a value of every type that options have here.
+        # Digits are a value of every type that options have here, up to 50 in every range.
         for n in range(2 if p.multiple else 1):
-            given += [p.opts[0]] if p.is_flag else [p.opts[0], str(10 * i + n + 1)]
+            given += [p.opts[0]] if p.is_flag else [p.opts[0], str((10 * i + n) % 50 + 1)]
     ranks = ["--ranks", "3"] if any(p.name == "ranks" for p in command.params) else []
     first = command.make_context(name, [*given, *ranks])
     again = command.make_context(name, arguments(first))
