@@ -59,10 +59,14 @@ def time_runs(
     replays: int = 25,
     programmatic: Sequence[tuple[str, str]] | None = None,
     state: bool = True,
+    apart: bool = False,
 ) -> Timing:
-    """One graph of ``launches`` runs that rotates over the bound plans."""
+    """One graph of ``launches`` runs that rotates over the bound plans.
+
+    ``apart``: with an empty kernel between two runs, whose time is not taken out.
+    """
     runs = [bounds[i % len(bounds)] for i in range(launches)]
-    graph = CmpGraph(runs, mode, programmatic=programmatic)
+    graph = CmpGraph(runs, mode, programmatic=programmatic, apart=apart)
     stream = torch.cuda.current_stream().cuda_stream
     timing = time_replays(lambda _: graph.launch(stream), launches, replays, state=state)
     graph.close()
@@ -121,7 +125,8 @@ def bench_variants(
 
     Returns:
         Rows with ``variant`` (the mode), ``m``, ``requests``, ``kv``, ``l2``, ``us``, ``p99_us``,
-        ``graph_us`` and ``span_us`` (one run; cold), clocks, ``floor_us``, ``max_rel_err``.
+        ``graph_us`` and ``span_us`` (one run; cold), ``apart_us`` (see ``time_runs``; cold),
+        clocks, ``floor_us``, ``max_rel_err``.
 
     Raises:
         MegaMoeError: a mode's scores are wrong, or not the first mode's to the bit.
@@ -152,6 +157,9 @@ def bench_variants(
             used = bounds if state == "cold" else bounds[:1]
             timing = time_runs(used, mode, launches=launches, replays=replays)
             more = {"graph_us": round(graph_us, 3), "span_us": round(span, 3)}
+            if state == "cold":
+                kept = time_runs(used, mode, launches=launches, state=False, apart=True)
+                more["apart_us"] = round(kept.median_us, 3)
             rows.append(
                 table_row(
                     mode,
