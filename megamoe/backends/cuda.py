@@ -101,7 +101,8 @@ class CudaSession:
 
         Raises:
             BackendUnavailable: no Hopper GPU, or a missing package; on every rank.
-            SymmetricMemoryError: a rank could not compile, allocate or map; on every rank.
+            SymmetricMemoryError: a rank could not compile, allocate (its window or its weights) or
+                map; on every rank.
             SpecError: ranks disagree about the layer; on every rank.
         """
         if not hopper_available():
@@ -131,7 +132,7 @@ class CudaSession:
             cooperative=not sharing,
         )
         self._staged: tuple[Tensor, Tensor | None] | None = None
-        self._allocate_weights()
+        self._allocate_weights(rendezvous)
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
         self._trace_buffer: Tensor | None = None
@@ -198,7 +199,27 @@ class CudaSession:
         base = self._window.bases[self._rank if rank is None else rank]
         return base + self._layout.regions[region].offset
 
-    def _allocate_weights(self) -> None:
+    def _allocate_weights(self, rendezvous: Rendezvous) -> None:
+        """Room for this rank's experts; a rank without it says so to those that would wait."""
+        try:
+            self._take_memory_of_weights()
+            lacking = False
+        except torch.OutOfMemoryError:
+            lacking = True
+        result: dict[str, str] | Exception = {}
+        if lacking:
+            spec = self._spec
+            experts = spec.experts_per_rank(self.config.num_ranks) + spec.num_shared
+            per_expert = 3 * spec.hidden * spec.inter * (1 if spec.weight_dtype == "fp8" else 2)
+            torch.cuda.empty_cache()  # what was taken before the last piece did not fit
+            free, _ = torch.cuda.mem_get_info(self._device)
+            result = MegaMoeError(
+                f"{experts} experts take {experts * per_expert / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} GiB of the GPU are free: take more ranks, or free its memory"
+            )
+        agree(rendezvous, "allocating the experts' weights", result)
+
+    def _take_memory_of_weights(self) -> None:
         spec = self._spec
         local = spec.experts_per_rank(self.config.num_ranks) + spec.num_shared
         element = 1 if spec.weight_dtype == "fp8" else 2

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megamoe.backends.cuda import CudaSession
 from megamoe.errors import (
     CapacityError,
     InputError,
@@ -193,3 +194,25 @@ def test_shared_memory_too_small():
 def test_wrong_group_size():
     with pytest.raises(SymmetricMemoryError, match=r"num_ranks = 2.*group of 1"):
         open_layer(SPEC, EpConfig(num_ranks=2, max_tokens=8), backend="cpu")
+
+
+def test_a_gpu_rank_without_memory_for_its_experts_fails_all_ranks_at_once(monkeypatch):
+    """Host logic of the CUDA session; memory and its lack are made up."""
+    config = EpConfig(num_ranks=2, max_tokens=8)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 140 << 30))
+
+    def body(rendezvous):
+        session = object.__new__(CudaSession)
+        session._spec, session.config, session._device = MODELS["deepseek-v3"], config, None
+        session._take_memory_of_weights = lambda: lack() if rendezvous.rank == 1 else None
+        with pytest.raises(SymmetricMemoryError) as caught:
+            session._allocate_weights(rendezvous)
+        return str(caught.value)
+
+    def lack():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+    for said in run_group(2, body):
+        assert "rank 1: 129 experts take 5.3 GiB, and 5.0 GiB of the GPU are free" in said
+        assert "rank 0" not in said

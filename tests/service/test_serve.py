@@ -380,7 +380,7 @@ def test_signals_reach_the_rank_whatever_thread_takes_them(tmp_path, monkeypatch
         "if 'RANK' in os.environ:\n"
         "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "    from megamoe.telemetry import Sampler\n"
-        "    read = Sampler.read\n"  # takes milliseconds on a GPU, in which nobody waits for signals
+        "    read = Sampler.read\n"  # takes ms on a GPU, in which nobody waits for signals
         "    Sampler.read = lambda self: (time.sleep(0.03), read(self))[1]\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
