@@ -9,8 +9,8 @@
 #ifndef MEGAMOE_TRACE
 #define MEGAMOE_TRACE 0
 #endif
-// Sums of waits for stages and of epilogues, too: a math thread then reads clocks at every step of a
-// mainloop.
+// Sums of waits for stages and of epilogues, too: a math thread then reads clocks at every step of
+// a mainloop.
 #ifndef MEGAMOE_TRACE_WAITS
 #define MEGAMOE_TRACE_WAITS 0
 #endif
