@@ -79,7 +79,6 @@ _PRIORITIES: Final[Mapping[str, Sequence[int]]] = {
     "E1": (0, -5),
     "D1p": (0, -5),
 }
-_BESIDE: Final[tuple[Mode, ...]] = ("branches_pdl", "graph_rewrite", "manual_streams")
 
 Setting = Mapping[str, Tuning]
 """What is varied: by kernel name."""

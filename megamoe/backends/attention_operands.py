@@ -21,7 +21,14 @@ from megamoe.backends.cuda_driver import block_map, tensor_map
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP, INDEX_DIM, INDEX_PAGE
 
-__all__ = ["TORCH_DTYPES", "MappedRow", "check_tensor", "mapped_rows", "stage_maps"]
+__all__ = [
+    "NO_PAGES",
+    "TORCH_DTYPES",
+    "MappedRow",
+    "check_tensor",
+    "mapped_rows",
+    "stage_maps",
+]
 
 TORCH_DTYPES: Final = {
     "bf16": torch.bfloat16,
@@ -40,6 +47,8 @@ _FP8_GEMMS: Final = (
     "gemm_swiglu",
     "gemm_store",
 )
+NO_PAGES: Final = ("norm_quant", "qkv_a_final", "index_key_final", "index_query_final")
+"""Opcodes whose bodies load everything themselves."""
 
 
 def check_tensor(buffer: Buffer, t: Tensor, device: torch.device) -> None:
@@ -86,7 +95,7 @@ def mapped_rows(encoded: EncodedPlan) -> dict[int, MappedRow]:
     for row, number, spec_id in np.unique(words[:, columns], axis=0).tolist():
         opcode = fmt.opcode_name(number)
         assert opcode is not None
-        if opcode in ("no_op", "norm_quant", "qkv_a_final", "index_key_final", "index_query_final"):
+        if opcode in ("no_op", *NO_PAGES):
             continue
         if row in rows:
             raise SpecError(f"operand row {row} has two specialisations: give them a row each")
@@ -94,47 +103,40 @@ def mapped_rows(encoded: EncodedPlan) -> dict[int, MappedRow]:
     return rows
 
 
-def stage_maps(
-    row: MappedRow, operands: Mapping[str, Tensor], *, whole_pages: bool = False
-) -> bytes:
+def stage_maps(row: MappedRow, operands: Mapping[str, Tensor]) -> bytes:
     """``StageMaps`` of csrc/attention_pre: the maps of inputs and of weights, 128 bytes each.
+
+    A box of inputs is a page: blocks of K one after another, or the queries of scores.
 
     Args:
         row: how the operands are read.
         operands: by role of the opcode.
-        whole_pages: whether a box of inputs is a page, blocks of K one after another (the
-            megakernel), or one block.
     """
     band = row.spec.band
-    if whole_pages and row.opcode != "index_score":
-        a = operands["a"]
-        blocks = row.spec.k_tile * a.element_size() // GROUP
-        inputs = block_map(
-            a.data_ptr(),
-            columns=a[0].numel(),
-            rows=a.shape[0],
-            box=(band, min(GROUP // band, blocks)),
-            element_bytes=a.element_size(),
-        )
-        return inputs + stage_maps(row, operands)[len(inputs) :]
 
     def matrix(name: str, box: tuple[int, int]) -> bytes:
         """Rows of a matrix; leading dimensions are rows, too."""
         t = operands[name]
         return _map(t, t.shape[-1], t.numel() // t.shape[-1], box)
 
-    if row.opcode in _FP8_GEMMS:
-        return matrix("a", (GROUP, band)) + matrix("w", (GROUP, GROUP))
-    if row.opcode == "head_gate":
-        return matrix("a", (64, band)) + matrix("w", (64, GROUP))
-    if row.opcode == "absorb_query":
-        a = operands["a"]
-        return _map(a, a[0].numel(), a.shape[0], (64, band)) + matrix("w", (64, 64))
-    cache = operands["cache"]  # a page is 64 rows of codes and 2 of scales
-    heads = int(dict(row.spec.shape)["heads"])
-    return matrix("codes", (INDEX_DIM, band * heads)) + _map(
-        cache, INDEX_DIM, cache.numel() // INDEX_DIM, (INDEX_DIM, INDEX_PAGE)
+    if row.opcode == "index_score":
+        cache = operands["cache"]  # a page is 64 rows of codes and 2 of scales
+        heads = int(dict(row.spec.shape)["heads"])
+        return matrix("codes", (INDEX_DIM, band * heads)) + _map(
+            cache, INDEX_DIM, cache.numel() // INDEX_DIM, (INDEX_DIM, INDEX_PAGE)
+        )
+    a = operands["a"]
+    blocks = row.spec.k_tile * a.element_size() // GROUP
+    inputs = block_map(
+        a.data_ptr(),
+        columns=a[0].numel(),
+        rows=a.shape[0],
+        box=(band, min(GROUP // band, blocks)),
+        element_bytes=a.element_size(),
     )
+    if row.opcode in _FP8_GEMMS:
+        return inputs + matrix("w", (GROUP, GROUP))
+    return inputs + matrix("w", (64, 64 if row.opcode == "absorb_query" else GROUP))
 
 
 def _map(t: Tensor, columns: int, rows: int, box: tuple[int, int]) -> bytes:

@@ -190,7 +190,7 @@ class BoundCmp:
             if row in rows and part.specialization.opcode == rows[row].opcode:
                 stage = plan.operands[row]
                 operands = {role: tensors[name] for role, name in stage.items()}
-                maps = stage_maps(rows[row], operands, whole_pages=True)
+                maps = stage_maps(rows[row], operands)
             tuned = wanted.get(part.name, Tuning())
             self.kernels.append(self._bind(part, tuned, table[row], maps, trace))
 

@@ -22,6 +22,7 @@ from megamoe.attention_pre.grid import partials_name
 from megamoe.attention_pre.passes import RELAY
 from megamoe.attention_pre.plan import KernelPlan
 from megamoe.attention_pre.stages import Stage
+from megamoe.attention_pre.tilers import FINAL_ROWS
 from megamoe.attention_pre.tiling import Q_BLOCK_ROWS, Specialization, StageTiles, Tile, Unit
 from megamoe.backends.attention import spec_macro
 from megamoe.errors import SpecError
@@ -46,16 +47,13 @@ Wait = Literal["entry", "prologue", "late", "never"]
 PARTS: Final[tuple[Part, ...]] = ("whole", "partial", "final")
 WAITS: Final[tuple[Wait, ...]] = ("entry", "prologue", "late", "never")
 
-_FINAL_ROWS: Final = 16
-"""Token rows of a CTA that sums parts: its eight warps take two each."""
 _FINISHER_READS: Final = {"index_query": ("gate",), "gemm_store": ("residual",)}
 """Operands that the second half reads besides the parts; all others belong to the first."""
 _MOST_PAGES: Final = 13
 _AT_ONCE: Final = 4
 _PARTS_AT_ONCE: Final = 6
-_NO_PAGES: Final = ("norm_quant", "qkv_a_final")
-_BY_BLOCKS: Final = ("row", "rows", "col", "cols", "k", "part", "item", "flags")
-"""Fields of a task that ``TaskGrid`` gives."""
+_WHOLE_ROWS: Final = ("norm_quant", "qkv_a_final")
+"""Opcodes whose tasks are rows of all columns, which their bodies load themselves."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ def _final(
 ) -> StandaloneKernel:
     """The kernel that sums and finishes the parts of ``tiles``, one of each output tile."""
     spec = tiled.specialization
-    spec = replace(spec, opcode=stage.opcode, band=min(_FINAL_ROWS, spec.band))
+    spec = replace(spec, opcode=stage.opcode, band=min(FINAL_ROWS, spec.band))
     final = replace(tiled, name=stage.name, opcode=stage.opcode, specialization=spec)
     return _kernel(fmt, final, stage, _by_rows(tiles, spec.band), "final", rows)
 
@@ -304,7 +302,7 @@ def _grid(
     tiles = -(-columns // spec.block_n)
     parts = 1 if part == "final" else ctas // (blocks * tiles)
     block_n = spec.block_n
-    if opcode in _NO_PAGES:  # whole rows
+    if opcode in _WHOLE_ROWS:
         blocks, tiles, parts, block_n = rows, 1, 1, spec.n
     if parts * tiles * blocks != ctas:
         return None
@@ -360,7 +358,7 @@ def kernel_shape(
     Small bands leave room for two CTAs, so that a consumer can begin beside its producer.
     """
     spec = kernel.specialization
-    if kernel.part == "final" or spec.opcode in _NO_PAGES:
+    if kernel.part == "final" or spec.opcode in _WHOLE_ROWS:
         # A row of the first projection keeps its parts in registers: 168 of them.
         whole_rows = spec.opcode == "qkv_a_final"
         parts = at_once or _PARTS_AT_ONCE
