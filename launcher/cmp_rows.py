@@ -34,7 +34,7 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import KernelPlan, Planner
 from megamoe.attention_pre.stages import StageGraph, partition
 from megamoe.attention_pre.tiling import Batch, TileConfig
-from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
+from megamoe.backends.attention import AttentionKernel, BoundPlan
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
@@ -177,7 +177,7 @@ def bench_variants(
 def bench_megakernel(copies: Copies, batch: Batch) -> Row:
     """The resident kernel beside them: the same copies, the same method, the same process."""
     workers = torch.cuda.get_device_properties(0).multi_processor_count
-    planner = Planner(partition(attention_pre_graph(copies.spec)), workers, cost=MEASURED_COST)
+    planner = Planner(partition(attention_pre_graph(copies.spec)), workers)
     plan = planner.plan(batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
     kernel = AttentionKernel(planner.specializations)

@@ -29,7 +29,7 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.attention_step import Step, check_positions, check_requests, check_rows, make_step
-from megamoe.backends.attention import MEASURED_COST, AttentionKernel, BoundPlan
+from megamoe.backends.attention import AttentionKernel, BoundPlan
 from megamoe.backends.attention_operands import TORCH_DTYPES
 from megamoe.backends.base import hopper_available
 from megamoe.cmp.bound import BoundCmp
@@ -242,7 +242,6 @@ class _DeviceRunner:
         self._planner = Planner(
             attention_pre_graph(spec),
             torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count,
-            cost=MEASURED_COST,
         )
         self._prepared: OrderedDict[tuple[Batch, str], _Prepared] = OrderedDict()
         self._kernel: AttentionKernel | None = None

@@ -15,7 +15,7 @@ from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch
 from megamoe.attention_step import key_slots
-from megamoe.backends.attention import MEASURED_COST, compile_attention
+from megamoe.backends.attention import compile_attention
 from megamoe.errors import CapacityError
 from megamoe.spec import INDEX_DIM, INDEX_PAGE, AttentionPreSpec
 from service import ipc
@@ -94,7 +94,7 @@ def compile_ahead(spec: AttentionPreSpec, num_sms: int = 132) -> None:
         spec: of the layer.
         num_sms: of the GPU that will run it.
     """
-    planner = Planner(attention_pre_graph(spec), num_sms, cost=MEASURED_COST)
+    planner = Planner(attention_pre_graph(spec), num_sms)
     for rows in ROWS:
         planner.plan(Batch(((rows, rows),)))
     compile_attention(planner.specializations)

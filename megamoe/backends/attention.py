@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megamoe import jit
 from megamoe.attention_pre.encode import EncodedPlan, instruction_format, operand_table
-from megamoe.attention_pre.schedule import CostModel
 from megamoe.attention_pre.tiling import Specialization
-from megamoe.backends.attention_operands import check_tensor, mapped_rows, stage_maps
+from megamoe.backends.attention_operands import NO_PAGES, check_tensor, mapped_rows, stage_maps
 from megamoe.backends.cuda_driver import Kernel, Module
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 from megamoe.spec import GROUP
@@ -42,17 +41,12 @@ _MAX_TILES: Final = 2
 _MAX_OPERAND_ROWS: Final = 16
 _FAULT_WORDS: Final = 7
 _STAMPS: Final = 7
-_NO_PAGES: Final = ("norm_quant", "qkv_a_final", "index_key_final", "index_query_final")
 IN_FLIGHT: Final = 3
 """48 KiB per SM reach 94 % of the memory's rate; with more, fences and inputs queue longer."""
 AHEAD_PAGES: Final = 24
 """With 132 CTAs 52 MB, what an H200's L2 holds beside inputs and partial sums."""
 AHEAD_CYCLES: Final = 900
 """A page per SM and 0.45 µs is three quarters of what the memory can deliver."""
-
-
-MEASURED_COST: Final = CostModel()
-"""For ``Planner``: what this kernel's tasks cost on an H200, which is the planner's default."""
 
 
 class AttentionFault(MegaMoeError, TimeoutError):
@@ -91,7 +85,7 @@ def _refuse(spec: Specialization) -> str:
         if heads % 8 or spec.band * heads not in (8, 16, 32, 64, 128):
             return f"{heads} index heads: must be 8, 16, 32, 64 or 128"
         return ""
-    if spec.opcode in _NO_PAGES:
+    if spec.opcode in NO_PAGES:
         return ""
     if spec.band > _MAX_BAND:
         return f"bands of {spec.band} tokens: at most {_MAX_BAND}"
@@ -324,7 +318,7 @@ class BoundPlan:
             slots = self.encoded.operand_slots[index]
             names = {slot: name for name, slot in self._fmt.operands[row.opcode].items()}
             operands = {names[slot]: tensors[buffer] for slot, buffer in slots.items()}
-            maps[index] = np.frombuffer(stage_maps(row, operands, whole_pages=True), np.uint8)
+            maps[index] = np.frombuffer(stage_maps(row, operands), np.uint8)
         self._operands.copy_(torch.from_numpy(table.view(np.int64)))
         self._maps.copy_(torch.from_numpy(maps))
         self._tensors = dict(tensors)  # kept alive
