@@ -2,11 +2,11 @@
 //
 // Five kinds of synchronisation, one for each thing they protect:
 //
-//   instruction_arrived    a slot may be read             controller -> all roles
-//   page_full              a page holds its data          loaders -> math
-//   page_free              a page may be overwritten      math -> loaders, page by page
-//   event counters         another CTA's tile is readable publisher -> input loaders (global
-//   memory) instruction_finished   a slot may be overwritten      all roles -> controller
+//   instruction_arrived    a slot may be read               controller -> all roles
+//   instruction_finished   a slot may be overwritten        all roles -> controller
+//   page_full              a page holds its data            loaders -> math
+//   page_free              a page may be overwritten        math -> loaders, page by page
+//   event counters         another CTA's tile is readable   publisher -> input loaders
 //
 // Pages. Shared memory is two pools of 16 KiB pages, one for weights and one for inputs. A task
 // body counts its pages from 0; the slot says which use of the pool its page 0 is (`weight_page`,

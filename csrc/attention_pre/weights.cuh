@@ -95,17 +95,6 @@ class Ahead {
     Cursor at_;
 };
 
-// Barriers by their addresses in shared memory.
-MEGAMOE_DEVICE bool test_wait(uint32_t bar, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
-        "p; }"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
-    return done;
-}
 // An address the compiler does not work out again.
 MEGAMOE_DEVICE uint32_t kept_address(const void* p) {
     uint32_t address = ptx::shared_address(p);
@@ -139,29 +128,21 @@ class WeightPool {
     template <class Meanwhile>
     MEGAMOE_DEVICE bool wait(const Meanwhile& meanwhile) {
         if (may_start_ == 0) {
-            while (!test_wait(full_ + landing_.index * 8, landing_.phase))
+            while (!ptx::test_wait(full_ + landing_.index * 8, landing_.phase))
                 if (stopped(s_)) return false;
             landing_.advance();
         } else {
             --may_start_;
         }
-        while (!test_wait(free_ + page_.index * 8, page_.phase ^ 1)) {
+        while (!ptx::test_wait(free_ + page_.index * 8, page_.phase ^ 1)) {
             if (stopped(s_)) return false;
             meanwhile();
         }
         return !stopped(s_);
     }
-    MEGAMOE_DEVICE void expect() const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full()),
-                     "n"(kPageBytes)
-                     : "memory");
-    }
+    MEGAMOE_DEVICE void expect() const { ptx::arrive_expect(full(), kPageBytes); }
     MEGAMOE_DEVICE void load(const TensorMap* map, uint32_t offset, int32_t x, int32_t y) const {
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-            " [%0], [%1, {%3, %4}], [%2];" ::"r"(pages_ + page_.index * kPageBytes + offset),
-            "l"(map), "r"(full()), "r"(x), "r"(y)
-            : "memory");
+        ptx::load_box(pages_ + page_.index * kPageBytes + offset, map, x, y, full());
     }
     MEGAMOE_DEVICE void advance() {
         page_.advance();

@@ -7,14 +7,18 @@
 
 namespace megamoe::ptx {
 
-// `tma_load` with the default L2 policy.
-MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int32_t y,
-                             uint64_t& bar) {
+// `tma_load` with the default L2 policy. Shared memory by its address, for loops that keep it.
+MEGAMOE_DEVICE void load_box(uint32_t shared, const TensorMap* map, int32_t x, int32_t y,
+                             uint32_t bar) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(shared)),
-        "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y)
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared),
+        "l"(map), "r"(bar), "r"(x), "r"(y)
         : "memory");
+}
+MEGAMOE_DEVICE void load_box(void* shared, const TensorMap& map, int32_t x, int32_t y,
+                             uint64_t& bar) {
+    load_box(shared_address(shared), &map, x, y, shared_address(&bar));
 }
 
 // A 3D box.
@@ -34,15 +38,18 @@ MEGAMOE_DEVICE void prefetch_box(const TensorMap& map, int32_t x, int32_t y) {
                  : "memory");
 }
 // Looks once.
-MEGAMOE_DEVICE bool test_wait(uint64_t& bar, uint32_t parity) {
+MEGAMOE_DEVICE bool test_wait(uint32_t bar, uint32_t parity) {
     uint32_t done;
     asm volatile(
         "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
         "p; }"
         : "=r"(done)
-        : "r"(shared_address(&bar)), "r"(parity)
+        : "r"(bar), "r"(parity)
         : "memory");
     return done;
+}
+MEGAMOE_DEVICE bool test_wait(uint64_t& bar, uint32_t parity) {
+    return test_wait(shared_address(&bar), parity);
 }
 // Orders global memory that this thread knows of before later bulk copies.
 MEGAMOE_DEVICE void fence_proxy_async_global() {

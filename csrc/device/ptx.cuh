@@ -45,11 +45,12 @@ MEGAMOE_DEVICE void barrier_init_fence() {
 MEGAMOE_DEVICE void arrive(uint64_t& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&bar)) : "memory");
 }
+MEGAMOE_DEVICE void arrive_expect(uint32_t bar, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+}
 MEGAMOE_DEVICE void arrive_expect(uint64_t& bar, uint32_t bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&bar)),
-        "r"(bytes)
-        : "memory");
+    arrive_expect(shared_address(&bar), bytes);
 }
 // Blocks for a time that the hardware chooses.
 MEGAMOE_DEVICE bool try_wait(uint64_t& bar, uint32_t parity) {
