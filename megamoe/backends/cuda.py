@@ -12,7 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -76,12 +76,8 @@ _OPEN_LIMIT_S = 600.0
 class CudaSession:
     """A session over GPU ranks (``megamoe.backends.base.Session``).
 
-    Attributes:
-        config: with every choice made.
-        stages_inside: a call's kernel stages its tokens itself; ``stage`` launches nothing.
+    A call's kernel stages its tokens itself: ``stage`` launches nothing.
     """
-
-    stages_inside: Final = True
 
     def __init__(
         self,
@@ -302,7 +298,7 @@ class CudaSession:
             self._missing.discard(expert.index)
 
     def input_buffers(self) -> tuple[Tensor, Tensor | None]:
-        """The window's own rows of x and scales; ``stage`` launches nothing for slices of them."""
+        """The window's own rows of x and scales; the first of them are not staged again."""
         self._need_open()
         x = self._layout.view(self._window.local, "input")
         if self._spec.weight_dtype == "bf16":
@@ -324,6 +320,8 @@ class CudaSession:
             params.stage_x = 0
             return
         x = x.contiguous()
+        if x.data_ptr() % 16:  # the kernel loads 16 bytes at a time
+            x = x.clone()
         x_scale = None if x_scale is None else x_scale.contiguous()
         self._staged = x, x_scale
         params.stage_x = x.data_ptr()
