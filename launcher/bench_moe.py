@@ -312,7 +312,7 @@ def _print_gpu(found: dict[str, Any], output: Path | None) -> None:
     rows = found["rows"]
     shown = table(
         f"{rows[0]['ranks']} × {found['meta']['device']}, µs",
-        *("model", "tokens", "routing", "max/mean", "ours", "p99", "stage", "host", "floor"),
+        *("model", "tokens", "routing", "max/mean", "ours", "p99", "host", "floor"),
         *("of floor", "peer", "faster by", "unfused", "GEMMs", "sustained", "MHz", "J/token"),
         *("error",),
     )
@@ -323,7 +323,7 @@ def _print_gpu(found: dict[str, Any], output: Path | None) -> None:
     for r in rows:
         shown.add_row(
             *(r["model"], str(r["tokens"]), r["routing"], f"{r['max_over_mean']:.2f}"),
-            *(cell(r[k]) for k in ("total_us", "p99_us", "stage_us", "host_us", "floor_us")),
+            *(cell(r[k]) for k in ("total_us", "p99_us", "host_us", "floor_us")),
             cell(r["fraction_of_floor"], ".2f"),
             *(cell(r["peer_us"]), cell(r["speedup"], ".2f")),
             *(cell(r[k]) for k in ("unfused_us", "gemms_us", "sustained_us")),

@@ -138,7 +138,6 @@ class OurKernel:
 
     Attributes:
         session: the layer.
-        stages_inside: the fused kernel stages its tokens itself, no launch before it does.
     """
 
     name = "megamoe"
@@ -146,7 +145,6 @@ class OurKernel:
     def __init__(self, spec: MoESpec, config: EpConfig, weights: GpuWeights) -> None:
         self.session = CudaSession(spec, config, GroupRendezvous())
         self.session.load_weights(weights.experts())
-        self.stages_inside = bool(getattr(self.session, "stages_inside", False))
         self._inputs: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
         self._y = torch.empty(0)
 
@@ -155,16 +153,12 @@ class OurKernel:
         self._inputs = (batch.values, batch.scale, batch.ids.int().contiguous(), batch.weight)
         self._y = torch.full_like(batch.x, float("nan"))
 
-    def stage(self) -> None:
-        """Enqueues the staging kernel alone, where there is one."""
-        assert self._inputs is not None, "prepare first"
-        self.session.stage(self._inputs[0], self._inputs[1])
-
     def call(self) -> Tensor:
-        """Enqueues staging and the fused kernel."""
+        """Enqueues the fused kernel."""
         assert self._inputs is not None, "prepare first"
-        self.stage()
-        self.session.launch(self._inputs[2], self._inputs[3], self._y)
+        x, scale, ids, weight = self._inputs
+        self.session.stage(x, scale)
+        self.session.launch(ids, weight, self._y)
         return self._y
 
     def done(self) -> None:

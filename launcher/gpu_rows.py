@@ -247,7 +247,7 @@ def _row(
     """Checks and times all contenders on one batch."""
     expected = _oracle(options, batch)
     errors: dict[str, Verdict] = {}
-    why: dict[str, str] = dict(absent)
+    why = {**absent, "stage_us": "staging is part of the kernel, and of total_us"}
     calls: dict[str, Callable[[], object]] = {}
     for contender in (ours, *others):
         _, reason = _attempt(group, lambda c=contender: c.prepare(batch))  # type: ignore[misc]
@@ -262,8 +262,6 @@ def _row(
             why[contender.name] = reason
         else:
             calls[contender.name] = contender.call
-    if ours.name in calls and not ours.stages_inside:
-        calls["stage"] = ours.stage
     unfused = next((c for c in others if isinstance(c, Unfused) and c.name in calls), None)
     if unfused is not None:
         calls["gemms"] = unfused.gemms
@@ -292,6 +290,7 @@ def _row(
         "skew": spread.to_dict(),
         **_sizes(ours),
         **figures,
+        "launches": 1,
         "host_us": None if host is None else round(host, 1),
         "peer": peer.version if peer is not None else None,
         "peer_window_bytes": peer.window_bytes if peer is not None else None,
@@ -311,9 +310,6 @@ def _row(
         "calls": measured[ours.name].calls if ours.name in measured else 0,
         "ok": ours.name in errors and all(v.ok for v in errors.values()),
     }
-    if ours.stages_inside:
-        why["stage_us"] = "staging is part of the kernel, and of total_us"
-    row["launches"] = 1 if ours.stages_inside else 2
     for contender in (ours, *others):
         contender.done()
     return row | {"reasons": _reasons(row, why, options)}
@@ -346,7 +342,7 @@ def _figures(
         return round(measured[name].median_us, 1) if name in measured else None
 
     found: dict[str, float | None] = {
-        "stage_us": median("stage"),
+        "stage_us": None,
         "total_us": median("megamoe"),
         "p99_us": round(mine.p99_us, 1) if mine else None,
         "peer_us": median("peer"),

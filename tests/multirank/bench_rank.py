@@ -26,7 +26,6 @@ SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=3, swiglu_clamp=1.0)
 
 class Ours:
     name = "megamoe"
-    stages_inside = False
 
     def __init__(self, spec, config, weights) -> None:
         self._layer = open_layer(spec, config, backend="cpu")
@@ -35,9 +34,6 @@ class Ours:
 
     def prepare(self, batch) -> None:
         self._batch = batch
-
-    def stage(self) -> None:
-        pass
 
     def call(self) -> torch.Tensor:
         return self._layer.run(self._batch.x, self._batch.ids, self._batch.weight)
@@ -163,8 +159,7 @@ def rows_of(group, cases, against, sustain: float) -> list[dict]:
     return rows
 
 
-def bench(place, cases, against, broken: float, sustain: float, inside: bool = False) -> list[dict]:
+def bench(place, cases, against, broken: float, sustain: float) -> list[dict]:
     """The job of a rank process."""
     stand_in(setattr, broken)
-    Ours.stages_inside = inside
     return rows_of(Group(place.rank, place.num_ranks, "cpu"), cases, against, sustain)

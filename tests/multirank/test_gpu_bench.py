@@ -11,7 +11,7 @@ from tests.multirank import bench_rank
 
 pytestmark = pytest.mark.multirank
 FIGURES = (
-    *("total_us", "p99_us", "stage_us", "peer", "peer_us", "unfused_us", "gemms_us", "floor_us"),
+    *("total_us", "p99_us", "launches", "peer", "peer_us", "unfused_us", "gemms_us", "floor_us"),
     *("fraction_of_floor", "tflops", "hbm_gbs", "nvlink_gbs", "joules_per_token", "sm_mhz"),
     *("throttle", "max_rel_err", "host_us", "window_bytes", "ring_tokens", "max_over_mean"),
 )
@@ -30,7 +30,8 @@ def test_rows_of_two_ranks(ranks):
     assert [r["tokens"] for r in first] == [9, 9, [4, 11]]
     for row, other in zip(first, second, strict=True):
         assert row["ok"]
-        assert not row["reasons"], row["reasons"]
+        assert row["reasons"] == {"stage_us": "staging is part of the kernel, and of total_us"}
+        assert row["stage_us"] is None
         assert all(row[name] is not None for name in FIGURES)
         # Both ranks have one and the same row, but for their own windows.
         assert {k: row[k] for k in FIGURES} == {k: other[k] for k in FIGURES}
@@ -57,15 +58,6 @@ def test_a_wrong_peer_gets_no_time_and_the_reason(ranks):
     assert row["reasons"]["unfused_us"] == "not asked for"
     assert row["reasons"]["joules_per_token"] == "--sustain 0: no sustained run"
     assert row["errors"]["peer"]["rel_err"] > row["errors"]["peer"]["allowed"]
-
-
-def test_staging_inside_the_kernel_has_no_time_of_its_own(ranks):
-    rows = ranks.all(bench_rank.bench, [("5", "uniform")], ["peer"], 1.0, 0.0, True)[0]
-    (row,) = rows
-    assert row["stage_us"] is None
-    assert row["reasons"]["stage_us"].startswith("staging is part of the kernel")
-    assert row["launches"] == 1
-    assert row["total_us"] is not None
 
 
 def test_masked_routes_are_not_asked_of_the_peers(ranks):
