@@ -11,7 +11,7 @@ from launcher.probe_pages import _Params, compile_probe
 from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
 from megamoe.attention_pre.plan import Planner
 from megamoe.attention_pre.tiling import Batch, Specialization
-from megamoe.backends.attention import compile_attention, spec_macro
+from megamoe.backends.attention import _AttentionParams, compile_attention, spec_macro
 from megamoe.errors import SpecError
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
@@ -47,6 +47,7 @@ def test_every_band_fits_registers_and_shared_memory(rows):
     # 384 threads share 65,536 registers at launch; then math takes from the other roles.
     assert used.registers <= 168
     assert cubin.constant("megamoe_attention_shared_bytes") <= 232448
+    assert cubin.constant("megamoe_attention_param_bytes") == sizeof(_AttentionParams)
     pages = [cubin.constant(f"megamoe_attention_{pool}_pages") for pool in ("weight", "input")]
     assert sum(pages) == 13
     assert cubin.constant("megamoe_attention_slots") >= 2
