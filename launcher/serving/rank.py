@@ -58,9 +58,8 @@ class _Watch:
         if http_pid is not None:
             self._watch(http_pid, "the HTTP process")
         self.sampler = sampler_of(device_of(_local_rank(), options.backend))
-        self.unread = ""  # why no sensor is read
-        if not options.telemetry_s:
-            self.unread = "--telemetry-interval is 0"
+        self.off = "" if options.telemetry_s else "--telemetry-interval is 0"
+        self.unread = self.off  # why no sensor is read
         self.came: deque[int] = deque()
         for number in (*SIGNALS, BLIND, SEE):
             # For those that find a thread older than the mask, as a driver's may be: without a
@@ -107,7 +106,7 @@ class _Watch:
             while self.came:
                 number = self.came.popleft()
                 if number in (BLIND, SEE):
-                    self.unread = "told not to look" if number == BLIND else ""
+                    self.unread = "told not to look" if number == BLIND else self.off
                 else:
                     self._told_to_stop()
             if self.told_at is not None and time.monotonic() - self.told_at > STOP_LIMIT_S:
