@@ -117,7 +117,7 @@ class MoELayer:
         self._session.time_calls()
 
     def call_seconds(self) -> float | None:
-        """GPU time of the last call's kernels; None on CPU ranks, or without ``time_calls``."""
+        """GPU time of the last call; None on CPU ranks, or without ``time_calls``."""
         return self._session.call_seconds()
 
     def clear_counters(self) -> None:

@@ -52,7 +52,7 @@ class MoEParams(ctypes.Structure):
 
 
 def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
-    """The kernels for a layer's matrix shape.
+    """The kernel for a layer's matrix shape.
 
     Args:
         spec: the layer.
