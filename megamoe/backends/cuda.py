@@ -131,6 +131,7 @@ class CudaSession:
         self._allocate_weights(rendezvous)
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
+        self._own_storage = self._window.local.untyped_storage().data_ptr()
         self._trace_buffer: Tensor | None = None
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
@@ -319,14 +320,22 @@ class CudaSession:
         if self._in_window(x, x_scale):
             params.stage_x = 0
             return
-        x = x.contiguous()
-        if x.data_ptr() % 16:  # the kernel loads 16 bytes at a time
-            x = x.clone()
-        x_scale = None if x_scale is None else x_scale.contiguous()
+        x = self._stageable(x)
+        x_scale = None if x_scale is None else self._stageable(x_scale)
         self._staged = x, x_scale
         params.stage_x = x.data_ptr()
         params.stage_scale = 0 if x_scale is None else x_scale.data_ptr()
         params.stage_is_bf16 = int(x_scale is None)
+
+    def _stageable(self, rows: Tensor) -> Tensor:
+        """The rows, or a copy of them where the kernel cannot read them while it writes its own.
+
+        It loads 16 bytes at a time; and other rows of the window would be read while they are
+        overwritten.
+        """
+        rows = rows.contiguous()
+        of_window = rows.untyped_storage().data_ptr() == self._own_storage
+        return rows.clone() if of_window or rows.data_ptr() % 16 else rows
 
     def _in_window(self, x: Tensor, x_scale: Tensor | None) -> bool:
         """Whether the caller wrote the tokens where staging would put them."""
