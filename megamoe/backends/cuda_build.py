@@ -57,6 +57,9 @@ def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
     Args:
         spec: the layer.
         trace: build in time stamps and events (``csrc/device/trace.cuh``).
+
+    Raises:
+        SpecError: ``$MEGAMOE_DEFINES`` is not a list of NAME=INTEGER.
     """
     defines = {
         "MEGAMOE_HIDDEN": spec.hidden,
@@ -68,6 +71,8 @@ def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
     # For experiments: NAME=VALUE,… overrides a tuning constant of the sources.
     for pair in filter(None, os.environ.get("MEGAMOE_DEFINES", "").split(",")):
         name, _, value = pair.partition("=")
+        if not (name.isidentifier() and value.removeprefix("-").isdecimal()):
+            raise SpecError(f"MEGAMOE_DEFINES has {pair!r}: it takes NAME=INTEGER,… or nothing")
         defines[name] = int(value)
     return jit.compile_cubin("moe/moe.cu", defines)
 

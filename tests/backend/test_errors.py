@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megamoe.backends.cuda import CudaSession
+from megamoe.backends.cuda_build import compile_moe
 from megamoe.errors import (
     CapacityError,
     InputError,
@@ -216,3 +217,10 @@ def test_a_gpu_rank_without_memory_for_its_experts_fails_all_ranks_at_once(monke
     for said in run_group(2, body):
         assert "rank 1: 129 experts take 5.3 GiB, and 5.0 GiB of the GPU are free" in said
         assert "rank 0" not in said
+
+
+@pytest.mark.parametrize("given", ["MEGAMOE_PHASED", "MEGAMOE_PHASED=yes", "=1", "A=1,B"])
+def test_overrides_of_the_sources_that_cannot_be_read(monkeypatch, given):
+    monkeypatch.setenv("MEGAMOE_DEFINES", given)
+    with pytest.raises(SpecError, match="NAME=INTEGER"):
+        compile_moe(SPEC)
