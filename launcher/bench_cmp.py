@@ -44,7 +44,7 @@ def command(
         list[str] | None, typer.Option(help="cold or warm, both unless given. May be repeated.")
     ] = None,
     copies: Annotated[
-        int, typer.Option(min=1, help="Of weights and caches; 6 are three times L2.")
+        int, typer.Option(min=1, help="Of weights and caches; 6 are seven times L2.")
     ] = 6,
     output: Annotated[
         Path | None, typer.Option(help="JSON results file; rows of other variants are kept.")
