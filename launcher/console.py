@@ -147,7 +147,7 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        short = _out_of_memory(error)
+        short = _out_of_memory(error) or _about_a_file(error)
         if short is None and not isinstance(error, MegaMoeError | OSError):
             raise
         if debug:
@@ -163,6 +163,13 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
                     stderr.print(f"hint: {hint}", style="dim", markup=False, soft_wrap=True)
                     break
         raise typer.Exit(EXIT_ERROR) from None
+
+
+def _about_a_file(error: Exception) -> str | None:
+    """An error of the system that names a file, without its number; None for any other error."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return None
+    return f"{error.filename}: {error.strerror}"
 
 
 _ASKED: Final = re.compile(r"ried to allocate ([\d.]+ \w+)")

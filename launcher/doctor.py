@@ -250,7 +250,7 @@ def _compilers() -> list[Finding]:
         except (OSError, subprocess.TimeoutExpired) as error:
             findings.append(Finding("build", name, "absent", f"{found}: {error}"))
             continue
-        number = re.search(r"\d+\.\d+[.\d]*", said)
+        number = re.search(r"\d+(\.\d+)+", said)
         findings.append(
             Finding("build", name, "ok", f"{number[0] if number else 'unknown'}, {found}")
         )

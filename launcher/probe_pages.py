@@ -9,6 +9,7 @@ that neither launch nor first touches count.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -103,6 +104,8 @@ def measure(in_flight: int, form: int, distinct: int) -> float:
 
 def main() -> None:
     """Prints a table of nanoseconds per page, and what all SMs together read."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("the probe needs a Hopper GPU (compute capability 9.0)")
     sources: Mapping[str, int] = {"L2": 9, "memory": 900}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for source, distinct in sources.items():

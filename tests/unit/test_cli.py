@@ -119,6 +119,16 @@ def test_an_expected_error_is_one_line_and_a_hint():
     assert len(lines) == 2
 
 
+def test_a_missing_file_is_named_without_an_errno(tmp_path):
+    with pytest.raises(OSError) as missing:
+        (tmp_path / "none.json").read_text()
+    found = failing(False, missing.value)
+    assert found.exit_code == console.EXIT_ERROR
+    assert found.stderr.split("error: ")[1].replace("\n", "") == (
+        f"{tmp_path / 'none.json'}: No such file or directory"
+    )
+
+
 def test_debug_shows_the_traceback_and_rank_is_named():
     found = failing(True, InputError("x has shape [3]"), rank=2)
     assert "Traceback" in found.stderr
