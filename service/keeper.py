@@ -97,8 +97,8 @@ class GroupKeeper:
             state, reason = "failed" if self._failed else "starting", self._reason
         elif not group.stepping:
             state, reason = "starting", self._reason
-        elif time.monotonic() - group.progress_at > self.config.progress_timeout_s:
-            state, reason = "failed", "no step ended lately"
+        elif (stuck := group.stuck(self.config.progress_timeout_s)) is not None:
+            state, reason = "failed", stuck.message  # the watchdog is about to say the same
         return EngineStatus(
             state=state,
             reason=reason,

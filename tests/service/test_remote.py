@@ -339,6 +339,22 @@ def test_a_group_that_stands_still_is_found_and_the_silent_rank_named(monkeypatc
     asyncio.run(main())
 
 
+def test_the_rank_is_named_from_the_moment_on_at_which_the_group_is_late():
+    """The status may be asked for before the watchdog looks."""
+
+    async def main():
+        async with serving() as (engine, group):
+            await open_group(engine, group)
+            engine._group.progress_at -= 60
+            for number, rank in engine._group.ranks.items():
+                rank.alive_at -= 60 if number == 1 else 0
+            status = engine.status()
+            assert status.state == "failed"
+            assert status.reason.startswith("rank 1 gave no sign of life for 6"), status.reason
+
+    asyncio.run(main())
+
+
 def test_a_timeout_names_the_record_and_a_mismatch_ends_the_group():
     async def main():
         async with serving() as (engine, group):
