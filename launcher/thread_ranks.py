@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.ranks import Group, device_of
 from megamoe.errors import SpecError
 from megamoe.symmetric.base import Rendezvous
 from megamoe.symmetric.local import LocalGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ThreadGroup", "run_in_threads"]
 
@@ -42,9 +45,12 @@ class ThreadGroup(Group):
         found: Rendezvous = self.members.rendezvous(self.rank)
         return found
 
-    def collect_rows(self, rows: Any, counts: list[int]) -> Any:
-        """Not for threads: their rows are in one process already."""
-        raise NotImplementedError
+    def collect_rows(self, rows: Tensor, counts: list[int]) -> Tensor | None:
+        """As of processes."""
+        import torch
+
+        parts = self.gather(rows.cpu())
+        return torch.cat(parts) if self.first else None
 
 
 def run_in_threads(num_ranks: int, backend: str, work: Callable[[Group], int]) -> int:

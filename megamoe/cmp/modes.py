@@ -13,7 +13,7 @@ three ways to the same graph.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 __all__ = ["MODES", "Mode"]
 
@@ -25,11 +25,4 @@ Mode = Literal[
     "graph_rewrite",
     "manual_streams",
 ]
-MODES: Final[tuple[Mode, ...]] = (
-    "single_stream",
-    "single_stream_pdl",
-    "branches",
-    "branches_pdl",
-    "graph_rewrite",
-    "manual_streams",
-)
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)

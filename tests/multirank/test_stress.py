@@ -202,3 +202,17 @@ def test_a_soak_sees_a_flipped_bit(app, monkeypatch):
     found = json.loads(result.stdout)
     assert found["wrong"] > 0
     assert all("rings of layer 1" in w for w in found["first_wrong"])
+
+
+def test_rows_of_threads_are_collected_on_the_first():
+    found = {}
+
+    def work(group):
+        rows = torch.full((group.rank, 2), float(group.rank))
+        found[group.rank] = group.collect_rows(rows, [0, 1, 2])
+        return 0
+
+    assert run_in_threads(3, "cpu", work) == 0
+    assert found[1] is None
+    assert found[2] is None
+    assert found[0].tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
