@@ -107,6 +107,7 @@ class _Watch:
                 number = self.came.popleft()
                 if number in (BLIND, SEE):
                     self.unread = "told not to look" if number == BLIND else self.off
+                    self.read_at = 0.0  # to be said at once
                 else:
                     self._told_to_stop()
             if self.told_at is not None and time.monotonic() - self.told_at > STOP_LIMIT_S:
@@ -123,7 +124,8 @@ class _Watch:
 
     def _live(self) -> None:
         now = time.monotonic()
-        due = now - self.read_at >= (self.options.telemetry_s or LIFE_S)
+        period_s = LIFE_S if self.unread else self.options.telemetry_s
+        due = now - self.read_at >= period_s
         if not self.shared.group or not (due or now - self.life_at >= LIFE_S):
             return
         sample = None

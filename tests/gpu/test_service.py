@@ -97,7 +97,8 @@ def served():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         options = ("--backend", "cuda", "--fault-injection", "--timeout", str(TIMEOUT_S))
-        with Served(*options, "--heartbeat", "0.2", ranks=ranks, shape=SHAPE) as running:
+        options += ("--heartbeat", "0.2", "--telemetry-interval", "0.05")
+        with Served(*options, ranks=ranks, shape=SHAPE) as running:
             running.wait_ready(170)
             yield running
 
@@ -190,6 +191,50 @@ def test_sensors_are_read(served):
     assert served.metric("megamoe_telemetry_available") >= 1
     assert served.metric("megamoe_gpu_energy_joules_total") > 0
     assert served.metric("megamoe_gpu_memory_used_bytes") > 1 << 20
+
+
+def test_each_rank_reads_the_gpu_that_it_runs_on(served):
+    """As many GPUs as ranks have, by UUID: none is read in another's place."""
+    ranks = min(max(torch.cuda.device_count(), 2), 4)
+    gpus = [torch.cuda.get_device_properties(n).uuid for n in range(torch.cuda.device_count())]
+    wait_until(lambda: all(readings(served, rank) > 5 for rank in range(ranks)), 5, served)
+    text = metrics(served)
+    for rank in range(ranks):
+        found = re.findall(rf'^megamoe_gpu_power_watts{{device="(.*)",rank="{rank}"', text, re.M)
+        assert len(found) == 1, text
+        assert found[0].endswith(f"GPU-{gpus[rank % len(gpus)]}"), (found, gpus)
+
+
+def test_signals_under_load_end_no_rank(served):
+    """A signal may find a driver's thread that is older than the rank's signal mask."""
+    case = tensors(*call(8))
+    want, _ = infer_moe(served.url, **case)
+    generation = served.metric("megamoe_group_generation")
+    ends = time.monotonic() + 4
+
+    def work(_: int) -> int:
+        answers = 0
+        while time.monotonic() < ends:
+            assert_bitwise(infer_moe(served.url, **case)[0], want)
+            answers += 1
+        return answers
+
+    told = 0
+    with ThreadPoolExecutor(4) as pool, httpx.Client(base_url=served.url) as http:
+        clients = [pool.submit(work, number) for number in range(4)]
+        while time.monotonic() < ends:
+            for rank in (0, 1):
+                body = {"rank": rank, "action": ("blind", "see")[told // 2 % 2]}
+                answer = http.post("/debug/fault", json=body)
+                assert answer.status_code == 200, answer.text + served.text()
+                told += 1
+            time.sleep(0.01)
+        assert sum(client.result() for client in clients) > 40
+    assert told > 60
+    for rank in (0, 1):
+        served.fault(rank, "see")
+    assert served.ready(), served.text()
+    assert served.metric("megamoe_group_generation") == generation
 
 
 def test_sensors_that_cannot_be_read_any_more_are_absent(served):
