@@ -6,7 +6,7 @@ python benchmarks/service_load.py --seconds 5 --no-write
 python benchmarks/service_load.py --only steps --backend cuda --ranks 2 --shape v4-flash \
     --clients 32 --seconds 15 --output benchmarks/results/service_h200x2.json
 python benchmarks/service_load.py --only steps telemetry --backend cuda --ranks 1 \
-    --shape v4-flash --clients 32 --seconds 5 --per-second 5 \
+    --shape v4-flash --clients 32 --seconds 5 \
     --output benchmarks/results/service_h200x1.json
 
 1. ``load``: 64 concurrent clients, every answer compared with the bits that the same request got
@@ -317,9 +317,9 @@ def main() -> int:
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
     parser.add_argument("--ranks", type=int, default=2, help="of steps")
     parser.add_argument("--calls", type=int, default=100, help="of the bare layer, per step size")
-    parser.add_argument("--per-second", type=float, default=1.0, help="readings and scrapes")
-    parser.add_argument("--telemetry-seconds", type=float, default=60.0, help="of both kinds")
-    parser.add_argument("--block-s", type=float, default=1.0, help="of telemetry on, or off")
+    parser.add_argument("--per-second", type=float, default=20.0, help="readings and scrapes")
+    parser.add_argument("--telemetry-seconds", type=float, default=60.0, help="in all")
+    parser.add_argument("--block-s", type=float, default=0.4, help="of telemetry on, or off")
     parser.add_argument("--null", action="store_true", help="telemetry: off in every block")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--no-write", action="store_true")
