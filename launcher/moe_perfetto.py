@@ -82,6 +82,7 @@ def _chrome_names(trace: LayerTrace) -> Iterator[dict[str, Any]]:
 
 def _chrome_events(trace: LayerTrace, zero: int) -> Iterator[dict[str, Any]]:
     arguments = {
+        "stage": ("tokens",),
         "pull": ("first", "rows"),
         "rows": ("block", "rows", "source"),
         "combine": ("first", "tokens"),

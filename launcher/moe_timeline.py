@@ -12,6 +12,7 @@ from megamoe.backends.trace import LayerTrace
 __all__ = ["timeline_svg"]
 
 _COLOURS: Final = {
+    "stage": "#c49c94",
     "list": "#8c6bb1",
     "exchange": "#bcbddc",
     "pull": "#2c9f6b",

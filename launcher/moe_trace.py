@@ -39,7 +39,8 @@ def trace_problems(trace: LayerTrace) -> list[str]:
     """What is wrong with a trace, in words; empty if it is sound.
 
     Checked: kinds and roles exist; stamps are set and no event ends before it begins; events of a
-    track nest or do not touch; every tile is computed once, scattered once and announced once;
+    track nest or do not touch; tokens are staged by all units or none, before any unit has all
+    counts; every tile is computed once, scattered once and announced once;
     every row arrives once; no tile ends before its inputs are announced; no ring holds more blocks
     than it has; all tokens are combined. Dropped events are a problem of their own, and leave out
     what counts events.
@@ -129,9 +130,27 @@ def _accounting_problems(trace: LayerTrace) -> Iterator[str]:
     computed = int(first["c"][first["b"] == 0].sum())
     if not asked == len(rows) == computed:
         yield f"{asked} rows are pulled, {len(rows)} arrive, {computed} are computed"
+    yield from _staging_problems(trace)
     combined = int(trace.of("combine")["b"].sum())
     if combined != trace.num_tokens:
         yield f"{combined} tokens are combined: must be {trace.num_tokens}"
+
+
+def _staging_problems(trace: LayerTrace) -> Iterator[str]:
+    """CTAs stage a share each, CPU ranks on the host; nobody where the caller wrote the window."""
+    staged = trace.of("stage")
+    if not len(staged):
+        return
+    units = 1 if trace.backend == "cpu" else trace.num_units
+    found = np.bincount(staged["unit"], minlength=units)
+    if len(found) != units or (found != 1).any():
+        yield f"{len(staged)} units have staged tokens: must be {units}, each once"
+    for event in staged[staged["a"] != trace.num_tokens][:_SHOWN]:
+        yield f"unit {event['unit']} stages {event['a']} tokens: must be {trace.num_tokens}"
+    exchanged = trace.of("exchange")
+    early = int(staged["end"].max()) - int(exchanged["end"].min()) if len(exchanged) else 0
+    if early > 0:
+        yield f"a unit has all counts {early} ns before the last token is staged"
 
 
 def _per_block(events: NDArray[Any], field: str, blocks: int, reduce: np.ufunc) -> Any:
@@ -260,7 +279,8 @@ def trace_figures(trace: LayerTrace) -> dict[str, Any]:
     """Sums of a trace, in µs.
 
     Returns:
-        ``call_us`` from the first event to the last; ``additions`` to words in L2 that the protocol
+        ``call_us`` from the first event to the last; ``stage_us`` to the end of the last token's
+        staging, if any; ``additions`` to words in L2 that the protocol
         makes for what was recorded; ``busy_us`` by kind, summed over units;
         ``wait_us`` by role and awaited word; ``compute_us`` and ``communication_us``, when any unit
         computes and when any pulls or scatters rows, ``overlapped_us`` of it both; ``overlap``,
@@ -294,11 +314,12 @@ def trace_figures(trace: LayerTrace) -> dict[str, Any]:
     last = np.zeros(trace.num_units, np.int64)
     np.maximum.at(last, tiles["unit"].astype(np.int64), tiles["end"].astype(np.int64))
     last = last[last > 0]
-    rows = trace.of("rows")
+    rows, staged = trace.of("rows"), trace.of("stage")
     remote = int((rows["c"] != trace.rank).sum())
     depth = {ring: ring_depth(trace, ring)[1] for ring in RINGS}
     return {
         "call_us": round((end - begin) * us, 1),
+        "stage_us": round((int(staged["end"].max()) - begin) * us, 1) if len(staged) else 0.0,
         "events": len(events),
         "units": trace.num_units,
         # Tickets, finished tiles, rows that arrive in the ring and, as results, at their tokens.

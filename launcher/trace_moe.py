@@ -221,7 +221,7 @@ def _report(
 
 def _print(title: str, figures: list[dict[str, Any]], output: Path) -> None:
     shown = table(title, "figure", *(f"rank {rank}" for rank in range(len(figures))))
-    plain = ("call_us", "compute_us", "communication_us", "overlapped_us", "overlap")
+    plain = ("call_us", "stage_us", "compute_us", "communication_us", "overlapped_us", "overlap")
     for name in (*plain, "exposed_us", "math_busy", "wave_tail_us", "rows_remote"):
         shown.add_row(name, *(f"{of_rank.get(name)}" for of_rank in figures))
     for ring in ("l1", "l2"):

@@ -26,7 +26,10 @@ from megamoe.reference.quant import quantize_1x128
 from megamoe.spec import MODELS, EpConfig, MoESpec
 
 #: Columns of ``CudaSession.stamps``, in the order of ``TraceSlot``: stamps, sums and counts.
-STAMPS = ("start", "listed", "counts", "first rows", "tiles done", "combined", "pulled", "end")
+STAMPS = (
+    *("start", "staged", "listed", "counts", "first rows", "tiles done", "combined", "pulled"),
+    "end",
+)
 SUMS = (
     *("stage x", "stage w", "math", "epilogue 1", "epilogue 2", "cycles", "tiles 1", "tiles 2"),
     *native.describe()["tags"],

@@ -20,6 +20,7 @@ Session::Session(const MoEShape& shape, uint32_t rank, std::vector<uint8_t*> bas
 }
 
 void Session::stage_bf16(const uint16_t* x, uint32_t num_tokens) {
+    const uint64_t begin = trace_.on() ? CpuTrace::now_ns() : 0;
     for (uint32_t t = 0; t < num_tokens; ++t) {
         const uint16_t* row = x + size_t(t) * shape_.hidden;
         uint8_t* to = windows_.at(rank_, Region::kInput, t);
@@ -29,12 +30,15 @@ void Session::stage_bf16(const uint16_t* x, uint32_t num_tokens) {
         else
             std::memcpy(to, row, shape_.x_row_bytes());
     }
+    if (trace_.on()) trace_.staged(begin, num_tokens);
 }
 
 void Session::stage_fp8(const uint8_t* x, const float* scale, uint32_t num_tokens) {
+    const uint64_t begin = trace_.on() ? CpuTrace::now_ns() : 0;
     std::memcpy(windows_.at(rank_, Region::kInput), x, size_t(num_tokens) * shape_.x_row_bytes());
     std::memcpy(windows_.at(rank_, Region::kInputScale), scale,
                 size_t(num_tokens) * shape_.x_groups() * 4);
+    if (trace_.on()) trace_.staged(begin, num_tokens);
 }
 
 bool Session::run(uint32_t num_tokens, const int32_t* topk_idx, const float* topk_weight,

@@ -20,7 +20,15 @@ class CpuTrace {
         events_.assign(recorded_.size() * capacity, TraceEvent{});
     }
     bool on() const { return capacity_ != 0; }
-    void begin_call() { std::fill(recorded_.begin(), recorded_.end(), 0); }
+    // Tokens that the host has staged since are the call's first event, of unit 0.
+    void begin_call() {
+        std::fill(recorded_.begin(), recorded_.end(), 0);
+        if (staged_.end != 0) record(0, TraceRole::kDispatch, staged_);
+        staged_ = {};
+    }
+    void staged(uint64_t begin, uint32_t num_tokens) {
+        staged_ = {begin, now_ns(), uint32_t(TraceKind::kStage), num_tokens, 0, 0};
+    }
     void record(uint32_t unit, TraceRole role, const TraceEvent& event) {
         const size_t track = size_t(unit) * kNumTraceRoles + uint32_t(role);
         const uint32_t i = recorded_[track]++;
@@ -38,6 +46,7 @@ class CpuTrace {
     uint32_t capacity_ = 0;
     std::vector<uint32_t> recorded_;
     std::vector<TraceEvent> events_;
+    TraceEvent staged_{};
 };
 
 // An event from here to its end; none where trace is null.

@@ -23,6 +23,7 @@ inline constexpr bool kTraceWaits = kTrace && MEGAMOE_TRACE_WAITS;
 // Stamps are %globaltimer in ns; waits are sums of SM clocks. scripts/gpu_configs.py has the names.
 enum TraceSlot : uint32_t {
     kTraceStart,
+    kTraceStaged,      // the own share of tokens is in the window
     kTraceListed,      // own routes listed and published
     kTraceCounts,      // every peer's counts are here
     kTraceFirstStage,  // the first rows are in the ring
@@ -126,8 +127,30 @@ struct TraceLog<false> {
     MEGAMOE_DEVICE void close(const TraceBuffers*) const {}
 };
 
+// When a CTA began, in registers: shared memory is not its own yet.
+struct TraceArrival {
+    uint64_t ns = 0, clock = 0;
+    MEGAMOE_DEVICE static TraceArrival now() {
+        if constexpr (kTrace) return {ptx::now_ns(), uint64_t(clock64())};
+        return {};
+    }
+};
+
 struct Trace : TraceLog<kTrace> {
     uint64_t value[kTrace ? uint32_t(kNumTraceSlots) : 1];
+    // What the CTA has done before the log was open: tokens staged, or none where the caller did
+    // that. Now it lists routes.
+    MEGAMOE_DEVICE void begin_call(const TraceArrival& at, bool staged, uint32_t num_tokens) {
+        if constexpr (kTrace) {
+            value[kTraceStart] = at.ns;
+            value[kTraceCycles] = -at.clock;
+            stamp(kTraceStaged);
+            if (staged)
+                record(TraceRole::kDispatch, TraceKind::kStage, at.ns, value[kTraceStaged],
+                       num_tokens);
+            begin(TraceKind::kList);
+        }
+    }
     MEGAMOE_DEVICE void stamp(TraceSlot slot) {
         if constexpr (kTrace) value[slot] = ptx::now_ns();
     }

@@ -41,9 +41,6 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s) {
         s.fills[0] = s.fills[1] = 0;
         s.call.trace = Trace{};
         s.call.trace.open(p.trace);
-        s.call.trace.begin(TraceKind::kList);
-        s.call.trace.stamp(kTraceStart);
-        s.call.trace.add(kTraceCycles, -clock64());
     }
     for (uint32_t i = threadIdx.x; i < 3 * kMaxBlockM; i += kThreads) (&s.amax[0][0])[i] = 0;
     if (threadIdx.x < kMathWarps) s.math[threadIdx.x] = MathState{};
@@ -70,8 +67,10 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     auto& s = *reinterpret_cast<SharedStorage*>(raw);
     // Facts of the compiler, not of a run.
     if (ptx::shared_address(s.w) != kWAddress || ptx::shared_address(s.x) != kXAddress) __trap();
+    const TraceArrival arrival = TraceArrival::now();
     stage_call(p);
     init(p, s);
+    if (threadIdx.x == 0) s.call.trace.begin_call(arrival, p.stage_x != nullptr, p.num_tokens);
     if (stopped(s.call)) return;  // given up before: only reset() mends that
     RouteLister(p, s).run();
     publish_counts(p, s);

@@ -104,7 +104,7 @@ def stretches(trace: LayerTrace) -> list[tuple[int, str, float, float]]:
         return []
     zero = int(trace.events["begin"].min())
     found = []
-    for kind in ("list", "exchange", "pull", "linear1", "linear2", "combine"):
+    for kind in ("stage", "list", "exchange", "pull", "linear1", "linear2", "combine"):
         events = trace.of(kind)
         for unit in np.unique(events["unit"]).tolist():
             mine = events[events["unit"] == unit]

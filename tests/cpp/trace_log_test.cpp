@@ -177,6 +177,31 @@ void waits_go_to_the_track_of_who_waits() {
         equal(buffers.recorded[role], want[role], "waits of a role");
 }
 
+// What came before the log was open begins where the CTA did; the caller may have staged for it.
+void a_call_begins_where_its_cta_arrived(bool staged) {
+    Buffers buffers;
+    Trace trace{};
+    blockIdx.x = 0;
+    ptx::host_clock = 400;
+    const TraceArrival arrival = TraceArrival::now();
+    trace.open(&buffers.to);
+    ptx::host_clock = 450;
+    trace.begin_call(arrival, staged, 77);
+    ptx::host_clock = 500;
+    trace.end(TraceRole::kDispatch, TraceKind::kList);
+    trace.close(&buffers.to);
+    equal(trace.value[kTraceStart], 400, "start");
+    equal(trace.value[kTraceStaged], 450, "staged");
+    equal(trace.value[kTraceCycles], uint64_t(0) - 1234, "cycles");
+    const TraceEvent* track = buffers.track(0, TraceRole::kDispatch);
+    if (staged) check(track[0], TraceKind::kStage, 400, 450, 77, 0, 0);
+    check(track[staged], TraceKind::kList, 450, 500, 0, 0, 0);
+    uint32_t written[kNumTraceRoles] = {};
+    written[uint32_t(TraceRole::kDispatch)] = staged + 1;
+    equal(buffers.recorded[uint32_t(TraceRole::kDispatch)], staged + 1u, "events of a begin");
+    buffers.check_guards(0, written);
+}
+
 void without_buffers_nothing_is_written() {
     Trace trace{};
     trace.open(nullptr);
@@ -194,6 +219,8 @@ int main() {
     a_batch_of_rows_is_recorded(32, 32);
     a_full_track_counts_on();
     waits_go_to_the_track_of_who_waits();
+    a_call_begins_where_its_cta_arrived(true);
+    a_call_begins_where_its_cta_arrived(false);
     without_buffers_nothing_is_written();
     if (!failures) std::printf("ok\n");
     return failures != 0;

@@ -41,6 +41,8 @@ def test_traces_are_sound_and_change_no_bit(name, config, monkeypatch):
         assert trace_problems(trace) == [], f"rank {rank}"
         assert_bitwise(y, plain[rank], f"{name} rank {rank}")
         rows += len(trace.of("rows"))
+        staged = trace.of("stage")
+        assert len(staged) == trace.num_units or not trace.num_tokens, f"rank {rank}"
         figures = trace_figures(trace)
         assert len(trace.of("rows")) == figures["rows_local"] + figures["rows_remote"]
     inputs = [case.inputs(rank)[1] for rank in range(2)]

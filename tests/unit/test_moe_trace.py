@@ -61,6 +61,9 @@ def test_cpu_ranks_record_every_tile_once(block_m, b1, b2, monkeypatch):
             rows += len(trace.of("rows"))
             figures = trace_figures(trace)
             assert figures["events"] == len(trace.events)
+            (staged,) = trace.of("stage")
+            assert (staged["unit"], staged["a"]) == (0, trace.num_tokens)
+            assert figures["stage_us"] > 0
         assert rows == routed + shared, case.name
 
 
@@ -116,6 +119,12 @@ def test_broken_traces_are_found_out(sound):
         "before the last rows": edited(
             sound, "rows", -1, **dict.fromkeys(("begin", "end"), int(sound.events["end"].max()))
         ),
+        "units have staged": repeated(sound, "stage", 0),
+        "must be 1, each once": edited(sound, "stage", 0, unit=1),
+        "stages 1 tokens": edited(sound, "stage", 0, a=1),
+        "before the last token is staged": edited(
+            sound, "stage", 0, end=int(sound.of("exchange")["end"].max()) + 1
+        ),
         "did not fit": replace(sound, dropped=sound.dropped + 1),
         "ring holds": replace(sound, ring_l1=int(ring_depth(sound, "l1")[1].max()) - 1),
     }
@@ -150,6 +159,8 @@ def hand_made(sound: LayerTrace) -> LayerTrace:
     """Two units, two blocks of one tile each way; times in ns chosen by hand."""
     kinds, roles = sound.kinds, sound.roles
     rows: list[tuple[int, str, int, int, str, int, int, int]] = [
+        (0, "dispatch", 1000, 1400, "stage", 2),
+        (1, "dispatch", 1100, 1300, "stage", 2),
         (0, "pull", 1000, 3000, "pull", 0, 8),
         (0, "pull", 2000, 2000, "rows", 0, 8, 0),
         (0, "pull", 3000, 3000, "rows", 1, 8, 1),
@@ -192,6 +203,8 @@ def test_sums_are_those_counted_by_hand(sound):
     trace = hand_made(sound)
     figures = trace_figures(trace)
     assert figures["call_us"] == 10.0
+    assert figures["stage_us"] == 0.4
+    assert figures["busy_us"]["stage"] == 0.6
     # 2000-5000 and, a Linear 2 being able to begin when its block is published, 4100-5500 and
     # 5100-8000 without the scatters: 2000-8000 in all.
     assert figures["compute_us"] == 6.0
@@ -227,8 +240,8 @@ def test_stretches_span_all_events_of_a_unit_and_kind(sound):
     assert found[1, "linear2"] == (pytest.approx(4.1), pytest.approx(3.9))
     assert found[0, "combine"] == (pytest.approx(8.1), pytest.approx(1.9))
     assert set(found) == {
-        *((0, kind) for kind in ("pull", "linear1", "linear2", "combine")),
-        *((1, kind) for kind in ("linear1", "linear2")),
+        *((0, kind) for kind in ("stage", "pull", "linear1", "linear2", "combine")),
+        *((1, kind) for kind in ("stage", "linear1", "linear2")),
     }
 
 

@@ -19,6 +19,7 @@ namespace megamoe {
     X(kCombine, "combine")
 // The numbers a, b, c of an event stand behind its name.
 #define MEGAMOE_TRACE_KINDS(X)                                                          \
+    X(kStage, "stage")          /* tokens into the window, by unit or host: their number */ \
     X(kList, "list")            /* own routes listed, counts published */               \
     X(kExchange, "exchange")    /* waiting for every peer's counts, and reading them */ \
     X(kPull, "pull")            /* first row or block, rows */                          \
