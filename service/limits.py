@@ -64,6 +64,7 @@ class _Body:
     def __init__(
         self, guard: BodyGuard, scope: Scope, receive: Receive, send: Send, declared: int | None
     ) -> None:
+        """``declared``: Content-Length, 0 where there is no body, None for one in chunks."""
         self.config = guard.config
         self.budget = guard.budget
         self.headers = dict(scope["headers"])
@@ -72,22 +73,38 @@ class _Body:
         self.chunked = declared is None
         self.seen = 0
         self.reserved = 0
-        self.complete = False
+        self.unread = 0
+        self.complete = declared == 0
         self.deadline = asyncio.get_running_loop().time() + self.config.body_timeout_s
 
     def reserve(self, nbytes: int) -> None:
         self.budget.take(nbytes)
         self.reserved += nbytes
 
-    def answered(self, message: Message) -> None:
-        """Counts an answer, until the app returns: what a slow client leaves unread is memory."""
+    async def pass_on(self, message: Message) -> None:
+        """Sends a part of an answer, which is held memory until the client has taken it.
+
+        That is when ``send`` of the part behind it returns; so a large last one gets an empty one
+        behind it. A stream holds its last part only, however long it lives.
+        """
+        body = message.get("body", b"")
+        if len(body) > SMALL_BYTES and not message.get("more_body", False):
+            await self._pass_on({**message, "more_body": True})
+            message = {**message, "body": b""}
+        await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
         nbytes = len(message.get("body", b""))
         self.budget.hold(nbytes)
         self.reserved += nbytes
+        await self.send_next(message)
+        self.budget.give(self.unread)
+        self.reserved -= self.unread
+        self.unread = nbytes
 
     def release(self) -> None:
         self.budget.give(self.reserved)
-        self.reserved = 0
+        self.reserved = self.unread = 0
 
     async def receive(self) -> Message:
         """The app's ``receive``.
@@ -122,16 +139,15 @@ class _Body:
         The client may finish writing for a while first: closing at once would reset the
         connection, and many clients would never read why.
         """
-        self.answered(message)
         if self.complete:
-            await self.send_next(message)
+            await self.pass_on(message)
         elif message["type"] == "http.response.start":
             headers = [*message.get("headers", []), (b"connection", b"close")]
-            await self.send_next({**message, "headers": headers})
+            await self.pass_on({**message, "headers": headers})
         elif message.get("more_body", False):
-            await self.send_next(message)
+            await self.pass_on(message)
         else:
-            await self.send_next({**message, "more_body": True})
+            await self.pass_on({**message, "more_body": True})
             self.release()  # what still comes is dropped: it may not shut others out
             await self.linger()
             await self.send_next({"type": "http.response.body", "body": b""})
@@ -179,13 +195,12 @@ class BodyGuard:
         headers = dict(scope["headers"])
         declared = headers.get(b"content-length")
         chunked = b"transfer-encoding" in headers
-        if not chunked and (declared is None or declared == b"0"):
-            await self.app(scope, receive, send)
-            return
-        length = int(declared) if declared is not None and declared.isdigit() else None
+        length: int | None = None  # chunks count as they come, whatever was declared
+        if not chunked:
+            length = int(declared or b"0")
         body = _Body(self, scope, receive, send, length)
         try:
-            if length is not None:
+            if length:
                 if length > self.config.max_body_bytes:
                     raise too_large(str(length), self.config)
                 body.reserve(length)

@@ -284,3 +284,37 @@ def test_unread_answers_count_as_memory():
         assert guard.budget.held == 0
 
     asyncio.run(main())
+
+
+def test_answers_to_requests_without_a_body_count_as_memory():
+    """Of a stream its last part, however long it lives; of a large answer all, until it is read."""
+
+    async def main():
+        held = []
+
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(3):
+                await send({"type": "http.response.body", "body": bytes(500), "more_body": True})
+                held.append(guard.budget.held)
+            await send({"type": "http.response.body", "body": bytes(9000)})
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        sent = []
+
+        async def send(message):
+            sent.append((len(message.get("body", b"")), message.get("more_body", False)))
+            if message.get("body") == b"":
+                held.append(guard.budget.held)
+
+        guard = BodyGuard(app, ServiceConfig())
+        await guard(
+            {"type": "http", "headers": [], "raw_path": b"/", "query_string": b""}, receive, send
+        )
+        assert held == [500, 500, 500, 9000]
+        assert guard.budget.held == 0
+        assert sent == [(0, False), (500, True), (500, True), (500, True), (9000, True), (0, False)]
+
+    asyncio.run(main())
