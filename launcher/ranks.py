@@ -88,14 +88,22 @@ class Group:
         dist.all_gather_object(values, value, group=self.members)
         return values
 
-    def part(self, size: int) -> Group | None:
-        """Collective: the group of the first ``size`` ranks; None on the others."""
+    def part(self, size: int) -> Part | None:
+        """Collective: this rank's group of ``size`` neighbours; None on ranks that are left over.
+
+        Returns:
+            The group, which of the groups it is, and how many there are.
+        """
         if self.num_ranks == 1:
-            return self
+            return self, 0, 1
         import torch.distributed as dist
 
-        members = dist.new_group(list(range(size)))
-        return Group(self.rank, size, self.device, members) if self.rank < size else None
+        which, number = self.rank // size, self.num_ranks // size
+        # Every rank makes every group.
+        made = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(number)]
+        if which >= number:
+            return None
+        return Group(self.rank % size, size, self.device, made[which]), which, number
 
     def rendezvous(self) -> Rendezvous | None:
         """What ``open_layer`` gets; None: let it find the group."""
@@ -152,6 +160,9 @@ class Group:
             elif counts[rank]:
                 dist.recv(part.view(torch.uint8), rank)
         return out
+
+
+Part = tuple[Group, int, int]
 
 
 def _summary(errors: list[str | None]) -> str:

@@ -7,9 +7,9 @@
 
 Every case (routing, tokens of each rank, EP size, rows of a block, ring capacity) is compared bit
 for bit with the largest ring, and that with the oracle, row by row. One group of ranks serves all
-cases; an EP size below their number runs on the first of them. Ranks are processes, or threads of
-one process, which is how four of them run at once on one GPU. With ``--calls`` or ``--soak`` it
-makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
+cases; for an EP size below their number it splits, and each part takes some. Ranks are processes,
+or threads of one process, which is how four of them run at once on one GPU. With ``--calls`` or
+``--soak`` it makes calls without end instead (``launcher/soak.py``). Exit code 1 when any differs.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def command(
         float, typer.Option("--soak", min=0, help="Instead: such calls for so many seconds.")
     ] = 0.0,
     layers: Annotated[int, typer.Option(min=1, help="Layers open at once in a soak.")] = 6,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Parts of a soak, each with rings and inputs of its own.")
+    ] = 1,
     misses: Annotated[
         int, typer.Option(min=0, help="Calls of a soak that a rank misses: timeout and reset.")
     ] = 0,
@@ -158,6 +161,7 @@ def command(
                     seconds=soak_s,
                     misses=misses,
                     layers=layers,
+                    rounds=rounds,
                     seed=seed,
                     backend=options.backend,
                     timeout_s=timeout,
@@ -208,22 +212,31 @@ def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
 def _stress(group: Group, options: StressOptions) -> int:
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    meta = run_meta(spec=asdict(options.spec)) if group.first and options.output else {}
     with progress(shown=group.first and not options.json) as bar:
         for size in options.sizes:
-            part = group.part(size)
+            part, found = group.part(size), list[dict[str, Any]]()
             if part is not None:
-                loads = list(loads_of(options, size))
+                some, which, number = part
+                loads = list(loads_of(options, size))[which::number]
                 total = len(RINGS) * len(options.block_m) * len(loads)
                 task = bar.add_task(f"EP{size}", total=total)
-                for row in rows_of(part, options, loads):
-                    rows.append(row)
-                    bar.advance(task)
-            group.barrier()
+                for of_ring in rows_of(some, options, loads):
+                    found += of_ring
+                    bar.advance(task, len(of_ring))
+                    if group.first:  # what is there when the time is over
+                        seconds = time.perf_counter() - started
+                        _save(options, meta, rows + found, seconds, ended=False)
+                if not some.first:
+                    found = []
+            for theirs in group.gather(found):
+                rows += theirs
     wrong = [r for r in rows if not r["ok"]]
-    code = group.gather(EXIT_WRONG if wrong else 0)
     if group.first:
-        _report(options, rows, wrong, time.perf_counter() - started)
-    return max(code)
+        seconds = time.perf_counter() - started
+        summary = _save(options, meta, rows, seconds, ended=True)
+        _report(options, rows, wrong, summary)
+    return EXIT_WRONG if wrong else 0
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -258,25 +271,33 @@ def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
         else:
             for line in (*found["problems"], *found["first_wrong"]):
                 stdout.print(f"[red]differs[/red]: {line}", soft_wrap=True)
+            waits = found["backpressure"]
             stdout.print(
                 f"{found['calls']} calls ({found['graph_replays']} replays of graphs) of "
                 f"{len(found['layers'])} layers on {found['ranks']} ranks, {found['late_ranks']} "
-                f"late ranks, {found['missed_calls']} missed calls, {found['wrong']} wrong, "
-                f"{found['seconds']:.1f} s",
+                f"late ranks, {found['missed_calls']} missed calls, {found['reused']} calls in "
+                f"which slots are used again, {counted(waits['events'])} waits for them in "
+                f"{waits['of_calls']} calls, {found['wrong']} wrong, {found['seconds']:.1f} s",
                 soft_wrap=True,
             )
     return 0 if found["ok"] else EXIT_WRONG
 
 
-def _report(
-    options: StressOptions, rows: list[dict[str, Any]], wrong: list[dict[str, Any]], seconds: float
-) -> None:
-    """Prints the summary, and writes every case where asked to."""
+def _save(
+    options: StressOptions,
+    meta: dict[str, Any],
+    rows: list[dict[str, Any]],
+    seconds: float,
+    *,
+    ended: bool,
+) -> dict[str, Any]:
+    """Sums cases up, and writes them where asked to."""
     events = [r["backpressure_events"] for r in rows]
     pressed = None if None in events else sum(n > 0 for n in events)
     summary = {
+        "ended": ended,
         "cases": len(rows),
-        "wrong": len(wrong),
+        "wrong": sum(not r["ok"] for r in rows),
         "bitwise_equal": sum(r["bitwise_equal"] for r in rows),
         "with_backpressure": pressed,
         "with_reused_slots": sum(r["reuses_l1"] + r["reuses_l2"] > 0 for r in rows),
@@ -284,8 +305,18 @@ def _report(
         "seconds": round(seconds, 1),
     }
     if options.output is not None:
-        found = {"meta": run_meta(spec=asdict(options.spec)), "summary": summary, "rows": rows}
+        found = {"meta": meta, "summary": summary, "rows": rows}
         _write(options.output, {**_read(options.output), **found})
+    return summary
+
+
+def _report(
+    options: StressOptions,
+    rows: list[dict[str, Any]],
+    wrong: list[dict[str, Any]],
+    summary: dict[str, Any],
+) -> None:
+    """Prints the summary and the first failures."""
     if options.json:
         print_json({**summary, "failures": wrong})
         return
@@ -322,8 +353,8 @@ def _report(
     for row in wrong[:10]:
         stdout.print(f"[red]differs[/red]: {row}", soft_wrap=True)
     stdout.print(
-        f"{len(rows)} cases, {len(wrong)} wrong, {counted(pressed)} with back-pressure, "
-        f"{seconds:.1f} s"
+        f"{len(rows)} cases, {len(wrong)} wrong, {counted(summary['with_backpressure'])} with "
+        f"back-pressure, {summary['seconds']} s"
     )
 
 

@@ -24,9 +24,11 @@ __all__ = [
     "ROUTINGS",
     "Load",
     "StressOptions",
+    "blocks_of",
     "folded",
     "loads_of",
     "possible",
+    "pressure",
     "rows_of",
 ]
 
@@ -117,8 +119,14 @@ def loads_of(options: StressOptions, num_ranks: int) -> Iterator[Load]:
                     yield Load(routing, tokens, seed)
 
 
-def rows_of(group: Group, options: StressOptions, loads: list[Load]) -> Iterator[dict[str, Any]]:
-    """All cases of one EP size, ring by ring; the first ring holds everything."""
+def rows_of(
+    group: Group, options: StressOptions, loads: list[Load]
+) -> Iterator[list[dict[str, Any]]]:
+    """All cases of one EP size, ring by ring; the first ring holds everything.
+
+    Ranks meet once per ring, not per case: what a case finds is put together afterwards, so that
+    they may drift apart meanwhile.
+    """
     from megamoe.layer import open_layer
     from megamoe.weights import random_experts
 
@@ -138,8 +146,9 @@ def rows_of(group: Group, options: StressOptions, loads: list[Load]) -> Iterator
             options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
         ) as layer:
             layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
-            for load in loads:
-                yield _case(group, options, layer, load, largest)
+            mine = [_case(group, options, layer, load, largest) for load in loads]
+            every = zip(*group.gather(mine), strict=True)
+            yield [_row(options, layer, load, of) for load, of in zip(loads, every, strict=True)]
 
 
 def _case(
@@ -149,10 +158,10 @@ def _case(
     load: Load,
     largest: dict[Load, tuple[Tensor, float, str]],
 ) -> dict[str, Any]:
-    """One case on one rank; the row is complete on the first rank."""
+    """One case on one rank: what it found there."""
     import torch
 
-    from launcher.workloads import random_activations, route, skew
+    from launcher.workloads import random_activations, route
 
     spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
     tokens, seed = load.tokens[rank], load.seed
@@ -170,8 +179,8 @@ def _case(
     same = torch.equal(y.view(torch.int16), first.view(torch.int16))
     if not same:
         error, problem = _judge(group, spec, load, (x, idx, weight), y)
-    events, l1, l2 = _pressure(layer, counters)
-    mine: dict[str, Any] = {
+    events, l1, l2 = pressure(layer, counters)
+    return {
         "same": same,
         "error": error,
         "problem": problem,
@@ -180,25 +189,34 @@ def _case(
         "l2": l2,
         "idx": idx,
     }
-    every = group.gather(mine)
+
+
+def _row(
+    options: StressOptions, layer: MoELayer, load: Load, every: tuple[dict[str, Any], ...]
+) -> dict[str, Any]:
+    """A case of all ranks."""
+    from launcher.workloads import skew
+
+    spec, config = options.spec, layer.config
+    ring_l1, ring_l2 = config.ring_l1_blocks, config.ring_l2_blocks
     spread = skew([m["idx"] for m in every], spec)
-    blocks = _blocks(spec, layer.config.block_m, [m["idx"] for m in every])
+    blocks = blocks_of(spec, config.block_m, [m["idx"] for m in every])
     return {
         "routing": load.routing,
-        "ring_blocks_l1": counters.ring_l1_blocks,
-        "ring_blocks_l2": counters.ring_l2_blocks,
-        "block_m": layer.config.block_m,
-        "ranks": num_ranks,
+        "ring_blocks_l1": ring_l1,
+        "ring_blocks_l2": ring_l2,
+        "block_m": config.block_m,
+        "ranks": config.num_ranks,
         "tokens_per_rank": list(load.tokens),
-        "seed": seed,
+        "seed": load.seed,
         "bitwise_equal": all(m["same"] for m in every),
         "max_rel_err": float(f"{max(m['error'] for m in every):.4g}"),
         "backpressure_events": folded(sum, [m["events"] for m in every]),
         "high_water_l1": folded(max, [m["l1"] for m in every]),
         "high_water_l2": folded(max, [m["l2"] for m in every]),
         "blocks": max(blocks),
-        "reuses_l1": sum(max(0, n - counters.ring_l1_blocks) for n in blocks),
-        "reuses_l2": sum(max(0, n - counters.ring_l2_blocks) for n in blocks),
+        "reuses_l1": sum(max(0, n - ring_l1) for n in blocks),
+        "reuses_l2": sum(max(0, n - ring_l2) for n in blocks),
         "max_over_mean": round(spread.max_over_mean, 3),
         "skew": {name: round(value, 4) for name, value in spread.to_dict().items()},
         "ok": all(m["same"] and not m["problem"] for m in every),
@@ -206,22 +224,24 @@ def _case(
     }
 
 
-def _pressure(layer: MoELayer, counters: Counters) -> tuple[int | None, int | None, int | None]:
+def pressure(layer: MoELayer, counters: Counters) -> tuple[int | None, int | None, int | None]:
     """Waits for a free block, and the most blocks in use of both rings: counted, or traced."""
     from megamoe.backends.trace import trace_wanted
 
     if counters.backpressure_events is not None or not trace_wanted():
         return counters.backpressure_events, counters.high_water_l1, counters.high_water_l2
+    import numpy as np
+
     from launcher.moe_trace import ring_depth
 
     trace = layer.trace()
     free = [trace.tags.index(tag) for tag in ("l1_empty", "l2_empty")]
-    waited = sum(int(wait["a"]) in free for wait in trace.of("wait"))
+    waited = int(np.isin(trace.of("wait")["a"], free).sum())
     l1, l2 = (ring_depth(trace, ring)[1] for ring in ("l1", "l2"))
     return waited, int(max(l1, default=0)), int(max(l2, default=0))
 
 
-def _blocks(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
+def blocks_of(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
     """Blocks that each rank works on; those beyond a ring's capacity take a slot used before."""
     import torch
 

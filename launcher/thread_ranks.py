@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher.ranks import Group, device_of
+from launcher.ranks import Group, Part, device_of
 from megamoe.errors import SpecError
 from megamoe.symmetric.base import Rendezvous
 from megamoe.symmetric.local import LocalGroup
@@ -35,10 +35,15 @@ class ThreadGroup(Group):
         """Collective: every rank's value itself, by rank: none is copied."""
         return [v["value"] for v in self.members.exchange(self.rank, {"value": value})]
 
-    def part(self, size: int) -> Group | None:
-        """Collective: the group of the first ``size`` ranks; None on the others."""
+    def part(self, size: int) -> Part | None:
+        """Collective: the group of the first ``size`` ranks; None on the others.
+
+        One group only: on a GPU each would take all SMs, and wait for those that the other has.
+        """
         made = self.gather(LocalGroup(size) if self.first else None)[0]
-        return ThreadGroup(self.rank, size, self.device, made) if self.rank < size else None
+        if self.rank >= size:
+            return None
+        return ThreadGroup(self.rank, size, self.device, made), 0, 1
 
     def rendezvous(self) -> Rendezvous:
         """What ``open_layer`` gets."""

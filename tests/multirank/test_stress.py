@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -32,15 +33,23 @@ def test_two_rank_processes(tmp_path):
     out = tmp_path / "stress.json"
     recorded = tmp_path / "recorded.pt"
     torch.save(torch.tensor([[0, 0], [3, -1], [1, 2]]), recorded)
-    args = ["-m", "launcher.stress", "--ranks", "2", "--sizes", "2", "--output", str(out), *SMALL]
+    args = ["-m", "launcher.stress", "--ranks", "2", "--sizes", "1,2", "--output", str(out), *SMALL]
     args += ["--replay", str(recorded)]
     done = subprocess.run([sys.executable, *args, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(out.read_text())
-    started = "torchrun --nproc-per-node 2 -m launcher.stress --sizes 2 "
+    started = "torchrun --nproc-per-node 2 -m launcher.stress --sizes 1,2 "
     assert result["meta"]["command"].startswith(started)
     rows = result["rows"]
-    assert len(rows) == 3 * (len(stress_cases.ROUTINGS) + 1) * len(stress_cases.RINGS)
+    # Of one rank, cases are shared out: each rank has done some, and rank 0 has all rows.
+    alone = [r for r in rows if r["ranks"] == 1]
+    routings = len(stress_cases.ROUTINGS) + 1
+    assert len(alone) == (routings - 2) * len(stress_cases.RINGS)
+    assert set(Counter(r["routing"] for r in alone).values()) == {len(stress_cases.RINGS)}
+    assert result["summary"]["ended"]
+    assert result["summary"]["cases"] == len(rows)
+    rows = [r for r in rows if r["ranks"] == 2]
+    assert len(rows) == 3 * routings * len(stress_cases.RINGS)
     assert all(r["bitwise_equal"] and r["ok"] for r in rows)
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
     assert all(r["high_water_l1"] <= r["ring_blocks_l1"] for r in rows)
@@ -69,12 +78,20 @@ def test_ranks_as_threads(app, tmp_path):
 
 def test_a_soak_of_threads(app):
     args = ["--threads", "--ranks", "2", "--calls", "60", "--misses", "1", "--timeout", "1.5"]
-    result = CliRunner().invoke(app, [*args, "--json", *SMALL])
+    result = CliRunner().invoke(app, [*args, "--rounds", "2", "--json", *SMALL])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["ok"]
     assert (found["ranks"], found["missed_calls"]) == (2, 1)
     assert found["calls"] >= 60
+    assert 0 < found["reused"] <= found["calls"]
+    assert found["backpressure"]["events"] > 0
+    assert found["batches"] == 2 * len(stress_cases.ROUTINGS)
+    # Each round has had about half of the calls, on rings of its own.
+    by_round = [[x for x in found["layers"] if x["round"] == r] for r in (0, 1)]
+    assert all(sum(x["calls"] for x in some) > 20 for some in by_round)
+    drawn = [[(x["ring_blocks_l1"], x["ring_blocks_l2"]) for x in some[3:]] for some in by_round]
+    assert drawn[0] != drawn[1]
 
 
 def test_what_one_thread_raises_ends_the_others(monkeypatch):
@@ -150,7 +167,7 @@ def test_what_is_not_counted_can_be_traced(app, monkeypatch):
         known = counters(self)
         blind = replace(known, **dict.fromkeys(names))
         if self.trace().num_tokens:
-            pairs.append((known, stress_cases._pressure(self, blind)))
+            pairs.append((known, stress_cases.pressure(self, blind)))
         return blind
 
     monkeypatch.setattr(MoELayer, "counters", uncounted)
