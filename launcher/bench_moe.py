@@ -169,7 +169,9 @@ def command(
         context,
         "launcher.bench_moe",
         ranks,
-        lambda group: _bench(group, options(group), output, report, as_json=as_json),
+        lambda group: _bench(
+            group, group.together(lambda: options(group)), output, report, as_json=as_json
+        ),
         default_ranks=2,
         backend=backend,
         debug=debug,

@@ -35,6 +35,7 @@ from launcher.ranks import Group
 from launcher.verify import Verdict, judge, sample_rows
 from launcher.workloads import route, skew, tokens_per_rank
 from megamoe.errors import SpecError
+from megamoe.layer import choose_backend, tuned_together
 from megamoe.reference.moe import moe_forward
 from megamoe.reference.quant import quantize_1x128
 from megamoe.reference.tolerance import (
@@ -44,6 +45,7 @@ from megamoe.reference.tolerance import (
     unquantised_tolerance,
 )
 from megamoe.spec import EpConfig, MoESpec
+from megamoe.symmetric.base import find_rendezvous
 from megamoe.weights import random_expert
 
 __all__ = ["Floor", "bench", "floor_of"]
@@ -118,26 +120,35 @@ def bench(
         counts = group.together(
             lambda tokens=tokens: tokens_per_rank(tokens, group.num_ranks, options.seed)  # type: ignore[misc]
         )
-        config = EpConfig(
-            num_ranks=group.num_ranks,
-            max_tokens=max(*counts, _FEWEST_TOKENS),
-            block_m=options.block_m,
-            ring_l1_blocks=options.ring_blocks,
-            ring_l2_blocks=options.ring_blocks,
-            timeout_s=10,
-        )
+        config, is_tuned = _config(group, options, counts)
         ours = OurKernel(spec, config, weights)
         counters = ours.session.counters()
         try:
             for _, routing in cases:
                 batch = _batch(group, options, routing, counts)
-                rows.append(_row(group, options, timer, batch, routing, ours, others, absent))
+                row = _row(group, options, timer, batch, routing, ours, others, absent)
+                rows.append(row | {"tuned": is_tuned})
                 bar.advance(task)
                 on_row(rows)
                 torch.cuda.empty_cache()
         finally:
             ours.session.close()
     return rows, counters.backend, counters.device
+
+
+def _config(group: Group, options: BenchOptions, counts: list[int]) -> tuple[EpConfig, bool]:
+    """Collective: what our layer is opened with, and whether ``megamoe tune`` found it."""
+    asked = EpConfig(
+        num_ranks=group.num_ranks,
+        max_tokens=max(*counts, _FEWEST_TOKENS),
+        block_m=options.block_m,
+        ring_l1_blocks=options.ring_blocks,
+        ring_l2_blocks=options.ring_blocks,
+        timeout_s=10,
+    )
+    rendezvous = group.rendezvous() or find_rendezvous(group.num_ranks)
+    config = tuned_together(options.spec, asked, choose_backend(options.backend), rendezvous)
+    return config, config != asked
 
 
 def _need_process_group(group: Group) -> None:

@@ -25,7 +25,14 @@ from megamoe.symmetric.base import Rendezvous, agree, find_rendezvous
 from megamoe.tuning import TUNABLE, tuned
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Backend", "MoELayer", "attention_pre", "choose_backend", "open_layer"]
+__all__ = [
+    "Backend",
+    "MoELayer",
+    "attention_pre",
+    "choose_backend",
+    "open_layer",
+    "tuned_together",
+]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
@@ -219,6 +226,24 @@ def choose_backend(backend: Backend) -> Literal["cpu", "cuda"]:
     return backend
 
 
+def tuned_together(
+    spec: MoESpec, config: EpConfig, backend: str, rendezvous: Rendezvous
+) -> EpConfig:
+    """Collective: ``config`` with what ``megamoe tune`` found here, if all ranks found the same.
+
+    Caches of ranks may differ: on other machines, or while a search writes its result.
+
+    Args:
+        spec: the layer.
+        config: the group; with a tunable field set it stays as it is.
+        backend: ``"cpu"`` or ``"cuda"``.
+        rendezvous: how ranks find each other.
+    """
+    found = tuned(spec, config, device_name(backend))
+    said = agree(rendezvous, "opening the layer", {f: getattr(found, f) for f in TUNABLE})
+    return found if all(other == said[0] for other in said) else config
+
+
 def open_layer(
     spec: MoESpec,
     config: EpConfig,
@@ -243,11 +268,7 @@ def open_layer(
     chosen = choose_backend(backend)
     config.resolved(spec)  # a setting that cannot work is refused before any rank is asked
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)
-    found = tuned(spec, config, device_name(chosen))
-    # Caches of ranks may differ: on other machines, or while a search writes its result.
-    said = agree(rendezvous, "opening the layer", {f: getattr(found, f) for f in TUNABLE})
-    if all(other == said[0] for other in said):
-        config = found
+    config = tuned_together(spec, config, chosen, rendezvous)
     session: Session
     if chosen == "cuda":
         from megamoe.backends.cuda import CudaSession

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from megamoe.backends.cuda import compile_moe
+from megamoe.errors import MegaMoeError
 from megamoe.spec import MODELS, MoESpec, WeightDtype
 
 Shape = tuple[int, int, WeightDtype, bool]
@@ -40,9 +41,12 @@ def main() -> None:
         shapes.append((model.hidden, model.inter, "fp8", False))
         if "--trace" in sys.argv and name != "v4-pro":
             shapes.append((model.hidden, model.inter, "fp8", True))
-    with ProcessPoolExecutor(len(shapes)) as pool:
-        for line in pool.map(compile_one, shapes):
-            print(line, flush=True)
+    try:
+        with ProcessPoolExecutor(len(shapes)) as pool:
+            for line in pool.map(compile_one, shapes):
+                print(line, flush=True)
+    except MegaMoeError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.stamps:
         os.environ["MEGAMOE_TRACE"] = "1"
-        os.environ["MEGAMOE_DEFINES"] = "MEGAMOE_TRACE_WAITS=1"
+        others = os.environ.get("MEGAMOE_DEFINES")
+        os.environ["MEGAMOE_DEFINES"] = ",".join(filter(None, [others, "MEGAMOE_TRACE_WAITS=1"]))
     spec = published_layer(options.model, experts=options.experts)
     with process_group(int(os.environ["WORLD_SIZE"]), "cuda") as group:
         timer, weights = GpuTimer(group), GpuWeights(group, spec, 1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from launcher import bench_moe, gpu_rows
 from launcher.estimates import load
 from launcher.moe_rows import BenchOptions
+from launcher.ranks import Group
 from launcher.timing import times
 from launcher.workloads import parse_routing
+from megamoe import tuning
+from megamoe.backends.base import device_name
 from megamoe.spec import MODELS, MoESpec
 
 SPEC = MoESpec(hidden=1024, inter=512, num_experts=4, topk=2)
@@ -61,6 +66,20 @@ def options(sustain: float = 0.0) -> BenchOptions:
         seed=1,
         backend="cuda",
     )
+
+
+def test_our_layer_is_opened_with_what_tune_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path))
+    monkeypatch.setenv("MEGAMOE_TUNED", "1")
+    group, mine = Group(0, 1, "cpu"), replace(options(), backend="cpu")
+    untuned, is_tuned = gpu_rows._config(group, mine, [8])
+    assert (is_tuned, untuned.wave_blocks, untuned.max_tokens) == (False, 0, 128)
+    chosen = replace(untuned.resolved(SPEC), wave_blocks=1, l2_lag_blocks=2)
+    tuning.save(SPEC, untuned, device_name("cpu"), chosen, {})
+    found, is_tuned = gpu_rows._config(group, mine, [8])
+    assert (is_tuned, found.wave_blocks, found.l2_lag_blocks) == (True, 1, 2)
+    asked, is_tuned = gpu_rows._config(group, replace(mine, block_m=64), [8])
+    assert (is_tuned, asked.block_m, asked.wave_blocks) == (False, 64, 0)
 
 
 def test_every_null_has_the_reason_of_its_contender():

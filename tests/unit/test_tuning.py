@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +109,33 @@ def test_steps_that_were_noise_do_not_hold_against_the_start():
     assert any(t.taken for t in trials[:-1])
     assert not trials[-1].taken
     assert best == start
+
+
+def test_the_script_for_gpus_keeps_what_it_found_and_stops_in_time(tmp_path):
+    """``scripts/gpu_tune.py``, a small layer on a CPU rank."""
+    script, output = Path(__file__).parents[2] / "scripts" / "gpu_tune.py", tmp_path / "out.json"
+
+    def run(limit):
+        command = [sys.executable, str(script), "--backend", "cpu", "--tiny", "--limit", limit]
+        done = subprocess.run(
+            [*command, "--output", str(output)],
+            cwd=script.parents[1],
+            env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        (search,) = json.loads(output.read_text())["searches"]
+        return search, list(tmp_path.glob("tuned-*.json"))
+
+    search, kept = run("0.01")
+    assert (search["chosen"], len(search["trials"]), kept) == (None, 1, [])
+    search, kept = run("100")
+    assert len(search["trials"]) > 3
+    (file,) = kept
+    chosen = json.loads(file.read_text())["chosen"]
+    assert chosen == {field: search["chosen"][field] for field in tuning.TUNABLE}
 
 
 # ---------------------------------------------------------------- cache
