@@ -90,7 +90,7 @@ def main() -> None:
             (options.out / "trace.json").write_text(text + "\n")
         rows = []
         for tokens in map(int, options.tokens.split(",")):
-            seconds = options.seconds if tokens >= 1024 else options.seconds / 4
+            seconds = options.seconds if tokens >= 1024 else options.seconds / 2
             rows += measure(
                 group, spec, options.model, tokens, options.variants.split(","), seconds,
                 options.rounds, 1,
