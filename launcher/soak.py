@@ -14,97 +14,35 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.progress import Progress
 
 from launcher.ranks import Group
-from launcher.stress_cases import blocks_of, folded, pressure
+from launcher.soak_layers import (
+    Batch,
+    Opened,
+    SoakOptions,
+    capture,
+    make_batches,
+    open_layers,
+)
+from launcher.stress_cases import folded, pressure
 from megamoe.errors import PeerTimeout
-from megamoe.spec import EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megamoe.layer import Backend, MoELayer
+    from megamoe.layer import MoELayer
 
 __all__ = ["SoakOptions", "soak"]
 
-_PATTERNS: Final = ("{}", "ramp:{}", "empty:{}")
-"""Tokens per rank; each has a graph of its own in each layer."""
 _LOOK_EVERY: Final = 16
 """Steps from one look at the time, at results and at the waits of a traced call to the next."""
 _LATE_SHARE: Final = 0.004
 _LATE_S: Final = (0.05, 0.25)
-
-
-@dataclass(frozen=True)
-class SoakOptions:
-    """What to do.
-
-    Attributes:
-        spec: the layer.
-        tokens: the most tokens of a rank.
-        routings: as ``launcher.workloads.route`` reads them.
-        calls: end after so many calls, if not 0.
-        seconds: end after so many seconds, if not 0.
-        misses: times that a rank misses its call: all ranks raise PeerTimeout, reset and go on.
-        layers: how many are open at once.
-        rounds: parts of equal length, each with layers and inputs of its own.
-        seed: of the plan.
-        backend: of the layers.
-        timeout_s: limit of each wait inside a call.
-    """
-
-    spec: MoESpec
-    tokens: int
-    routings: tuple[str, ...]
-    calls: int
-    seconds: float
-    misses: int
-    layers: int
-    rounds: int
-    seed: int
-    backend: Backend
-    timeout_s: float
-
-
-@dataclass
-class _Batch:
-    """A call's inputs on this rank, and the output it must give."""
-
-    routing: str
-    pattern: int
-    inputs: list[Tensor]
-    want: Tensor
-    every_idx: list[Tensor]
-    """Routes of all ranks."""
-
-
-@dataclass
-class _Opened:
-    """A layer with its graphs, by token pattern; none on CPU ranks."""
-
-    layer: MoELayer
-    round: int
-    graphs: list[tuple[Any, list[Tensor], Tensor]] = field(default_factory=list)
-    reuses: list[bool] = field(default_factory=list)
-    """By batch: whether a rank has more blocks than the ring."""
-    calls: int = 0
-
-    def figures(self) -> dict[str, int]:
-        """What it was, and how often it was called."""
-        config = self.layer.config
-        return {
-            "round": self.round,
-            "ring_blocks_l1": config.ring_l1_blocks,
-            "ring_blocks_l2": config.ring_l2_blocks,
-            "block_m": config.block_m,
-            "wave_blocks": config.wave_blocks,
-            "calls": self.calls,
-        }
 
 
 @dataclass
@@ -143,12 +81,14 @@ def soak(group: Group, options: SoakOptions, bar: Progress) -> dict[str, Any]:
     problem, started = "", 0.0
     for number in range(options.rounds):
         with ExitStack() as stack:
-            layers = _open(group, options, plan, number, stack)
-            batches = _batches(group, options, plan, number, layers, tally)
+            layers = open_layers(group, options, plan, number, stack)
+            batches, error = make_batches(group, options, plan, number, layers)
+            tally.batches += len(batches)
+            tally.error = max(tally.error, error)
             for rank in range(group.num_ranks if group.device != "cpu" else 0):
                 if rank == group.rank:  # while one thread captures, no other may touch the device
                     for opened in layers:
-                        _capture(opened, batches)
+                        capture(opened, batches)
                 group.barrier()
             group.barrier()
             started = started or time.perf_counter()
@@ -195,135 +135,13 @@ def soak(group: Group, options: SoakOptions, bar: Progress) -> dict[str, Any]:
     }
 
 
-def _open(
-    group: Group, options: SoakOptions, plan: random.Random, number: int, stack: ExitStack
-) -> list[_Opened]:
-    """The layers of a round; the stack closes them."""
-    from megamoe.layer import open_layer
-    from megamoe.weights import random_experts
-
-    layers = []
-    for config in _configs(group, options, plan):
-        layer = group.together(
-            lambda config=config: open_layer(  # type: ignore[misc]
-                options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
-            )
-        )
-        stack.enter_context(layer)
-        layer.load_weights(random_experts(options.spec, group.rank, group.num_ranks, seed=0))
-        layers.append(_Opened(layer, number))
-    return layers
-
-
-def _count_waits(tally: _Tally, layers: list[_Opened]) -> None:
+def _count_waits(tally: _Tally, layers: list[Opened]) -> None:
     """Adds what CPU ranks have counted in all calls of a round; GPUs count in traced calls only."""
     events = [o.layer.counters().backpressure_events for o in layers]
     known = [n for n in events if n is not None]
     if known:
         tally.waits = (tally.waits or 0) + sum(known)
         tally.waits_of = tally.calls
-
-
-def _configs(group: Group, options: SoakOptions, plan: random.Random) -> list[EpConfig]:
-    """The largest rings first; then the smallest; then the recommendation; then random ones."""
-    base = EpConfig(
-        num_ranks=group.num_ranks,
-        max_tokens=options.tokens,
-        block_m=8,
-        num_workers=2 if group.device == "cpu" else 0,
-        timeout_s=options.timeout_s,
-    )
-    most = base.max_blocks(options.spec)
-    configs = [
-        replace(base, ring_l1_blocks=most, ring_l2_blocks=most),
-        replace(base, ring_l1_blocks=1, ring_l2_blocks=1, wave_blocks=1),
-        replace(base, block_m=0),
-    ]
-    while len(configs) < options.layers:
-        b1, b2 = plan.randint(1, 12), plan.randint(1, 12)
-        configs.append(
-            replace(
-                base,
-                block_m=plan.choice((8, 16, 32, 64, 128)),
-                ring_l1_blocks=b1,
-                ring_l2_blocks=b2,
-                wave_blocks=plan.randint(1, min(b1, b2)),
-            )
-        )
-    return configs[: options.layers]
-
-
-def _batches(
-    group: Group,
-    options: SoakOptions,
-    plan: random.Random,
-    number: int,
-    layers: list[_Opened],
-    tally: _Tally,
-) -> list[_Batch]:
-    """One batch per routing; what the largest rings give, compared with the oracle."""
-    from launcher.verify import against_oracle, sample_rows
-    from launcher.workloads import random_activations, route, tokens_per_rank
-    from megamoe.weights import random_expert
-
-    spec, batches, layer = options.spec, [], layers[0].layer
-    # A pattern's batches have the same tokens: they share a graph.
-    least = options.tokens if number == 0 else max(1, options.tokens // 8)
-    most = [plan.randint(least, options.tokens) for _ in _PATTERNS]
-    experts = [random_expert(spec, e, 0, seed=0) for e in range(spec.num_experts + spec.num_shared)]
-    for i, routing in enumerate(options.routings):
-        pattern = (i + number) % len(_PATTERNS)
-        counts = tokens_per_rank(_PATTERNS[pattern].format(most[pattern]), group.num_ranks)
-        tokens, seed = counts[group.rank], 10_000 * options.seed + 100 * number + i
-        x = random_activations(spec, group.rank, tokens, seed)
-        idx, weight = route(routing, spec, group.num_ranks, group.rank, tokens, seed=seed)
-        inputs = [t.to(group.device) for t in (x, idx.int(), weight)]
-        want = layer.run(inputs[0], inputs[1], inputs[2])
-        error, problem = 0.0, ""
-        if tokens:
-            verdict, _ = against_oracle(
-                spec,
-                sample_rows(tokens, 16, seed),
-                x,
-                idx,
-                weight,
-                want.cpu(),
-                experts.__getitem__,
-                experts[spec.num_experts :],
-                on_gpu=group.device != "cpu",
-            )
-            error, problem = verdict.error, verdict.problem
-        found = group.gather((error, idx))
-        group.together(lambda problem=problem, routing=routing: _need_right(routing, problem))  # type: ignore[misc]
-        tally.error = max(tally.error, *(e for e, _ in found))
-        batches.append(_Batch(routing, pattern, inputs, want, [i for _, i in found]))
-    tally.batches += len(batches)
-    for opened in layers:
-        config = opened.layer.config
-        least_ring = min(config.ring_l1_blocks, config.ring_l2_blocks)
-        opened.reuses = [
-            max(blocks_of(spec, config.block_m, b.every_idx)) > least_ring for b in batches
-        ]
-    return batches
-
-
-def _need_right(routing: str, problem: str) -> None:
-    from megamoe.errors import MegaMoeError
-
-    if problem:
-        raise MegaMoeError(f"{routing} on the largest rings differs from the oracle: {problem}")
-
-
-def _capture(opened: _Opened, batches: list[_Batch]) -> None:
-    """A graph of a call for each token pattern."""
-    import torch
-
-    for pattern in range(len(_PATTERNS)):
-        held = [t.clone() for t in next(b for b in batches if b.pattern == pattern).inputs]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y = opened.layer.run(held[0], held[1], held[2])
-        opened.graphs.append((graph, held, y))
 
 
 def _steps(
@@ -333,8 +151,8 @@ def _steps(
     own: random.Random,
     number: int,
     started: float,
-    layers: list[_Opened],
-    batches: list[_Batch],
+    layers: list[Opened],
+    batches: list[Batch],
     tally: _Tally,
 ) -> Iterator[None]:
     """Each step is a few calls; ends when the round is over, on all ranks at the same step."""
@@ -401,7 +219,7 @@ def _delay(group: Group, own: random.Random) -> None:
         torch.cuda._sleep(own.randrange(400_000))  # cycles
 
 
-def _eager(layer: MoELayer, batch: _Batch) -> Tensor:
+def _eager(layer: MoELayer, batch: Batch) -> Tensor:
     import torch
 
     # The allocator is likely to give this block to the output.
@@ -410,7 +228,7 @@ def _eager(layer: MoELayer, batch: _Batch) -> Tensor:
     return layer.run(batch.inputs[0], batch.inputs[1], batch.inputs[2])
 
 
-def _replay(opened: _Opened, batch: _Batch, times: int) -> Tensor:
+def _replay(opened: Opened, batch: Batch, times: int) -> Tensor:
     """New inputs, then replays without a wait between them."""
     graph, held, y = opened.graphs[batch.pattern]
     for target, source in zip(held, batch.inputs, strict=True):
@@ -422,7 +240,7 @@ def _replay(opened: _Opened, batch: _Batch, times: int) -> Tensor:
     return y
 
 
-def _miss(group: Group, opened: _Opened, batch: _Batch, victim: int, timeout_s: float) -> None:
+def _miss(group: Group, opened: Opened, batch: Batch, victim: int, timeout_s: float) -> None:
     """A rank comes after the limit: all hear of it, and a reset mends the group."""
     if group.rank == victim:
         time.sleep(1.5 * timeout_s)
