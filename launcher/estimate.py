@@ -206,6 +206,7 @@ def moe(
     """Modelled time of an MoE layer for any EP size and link speed, phase by phase."""
     with errors_to_exit(debug=debug):
         from launcher.estimate_layer import FITTED, fit, predict
+        from launcher.estimate_once import FORMULA, SOURCE, once_cells, once_per_rank
         from launcher.results import read_results
 
         machine = _machine(link_gbs, tflops, read_tbs)
@@ -235,6 +236,9 @@ def moe(
             r: {t: predict(spec, r, t, machine, coefficients, imbalance) for t in counts}
             for r in sizes
         }
+        once = {
+            r: {t: once_per_rank(spec, r, t, machine, coefficients) for t in counts} for r in sizes
+        }
         if as_json:
             print_json(
                 {
@@ -248,6 +252,11 @@ def moe(
                         for r, of_size in found.items()
                         for t, p in of_size.items()
                     ],
+                    "once_per_rank": {
+                        "formula": FORMULA,
+                        "source": SOURCE,
+                        "rows": [once[r][t].to_dict() for r in sizes for t in counts],
+                    },
                 }
             )
             return
@@ -262,7 +271,17 @@ def moe(
                 str(t), *(f"{p.total_us:.0f} ({p.floor_us / p.total_us:.2f})" for p in cells)
             )
         stdout.print(shown)
+        shown = table(
+            f"{model}, at most, if rows crossed once to a rank / and came back summed ({_LABEL})",
+            "tokens per rank",
+            *(f"EP{r}" for r in sizes),
+        )
+        for line in once_cells(once):
+            shown.add_row(*line)
+        stdout.print(shown)
         _print_sources(found[sizes[0]][counts[0]].phases)
+        report(f"{FORMULA}; uniform routes, whatever --imbalance says")
+        report(f"ranks per token: {SOURCE}", style="dim")
         report(f"fitted: {coefficients}; --against FILE prints its error on measured rows")
 
 

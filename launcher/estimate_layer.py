@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from launcher.estimates import H200, Figure, Machine, load, roofline
+from launcher.estimates import H200, Figure, Load, Machine, load, roofline
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS, MoESpec
 
-__all__ = ["FITTED", "Coefficients", "Prediction", "fit", "moe_error", "predict"]
+__all__ = ["FITTED", "Coefficients", "Prediction", "fit", "moe_error", "predict", "predict_load"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,11 @@ def predict(
     imbalance: float = 1.0,
 ) -> Prediction:
     """Time of one call, staging included, on the busiest rank."""
-    work = load(spec, ranks, tokens, imbalance)
+    return predict_load(load(spec, ranks, tokens, imbalance), machine, with_)
+
+
+def predict_load(work: Load, machine: Machine = H200, with_: Coefficients = FITTED) -> Prediction:
+    """The same for what a rank has to do."""
     p = with_.sharpness
     parts = (
         work.padded_flops / (machine.flops * with_.flops),
@@ -93,7 +97,7 @@ def predict(
         Figure("routes", 2.0 + 26.0 * work.routes / 65536, "µs", "2 µs + 26 µs per 65536", _PHASES),
         Figure(
             "counts",
-            machine.flag_us if ranks > 1 else 0.0,
+            machine.flag_us if work.ranks > 1 else 0.0,
             "µs",
             "one flag round trip where R > 1",
             machine.source,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ from launcher.estimate_gaps import (
     read_kernels,
 )
 from launcher.estimate_layer import FITTED, fit, moe_error, predict
+from launcher.estimate_once import distinct_ranks, once_per_rank
 from launcher.estimates import H200, load, overlap, padded_rows, roofline
+from launcher.workloads import route
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
@@ -207,6 +211,46 @@ def test_tiles_of_a_link_bound_call_approach_the_link():
     assert tiles.value == pytest.approx(work.link_bytes / 335e6 * 1e6, rel=1e-3)
 
 
+def test_ranks_of_a_token_by_counting_all_choices():
+    spec = replace(MODELS["qwen3-30b"], num_experts=12, topk=3)
+    for ranks in (1, 2, 3, 4, 6, 12):
+        local = 12 // ranks
+        choices = list(combinations(range(12), 3))
+        counted = sum(len({e // local for e in chosen}) for chosen in choices) / len(choices)
+        assert distinct_ranks(spec, ranks) == pytest.approx(counted), ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_of_a_token_and_bytes_are_those_of_drawn_routes(ranks):
+    """Uniform routes as benchmarks draw them: means of 8192 tokens, within five of their sigmas."""
+    spec, tokens = replace(MODELS["v4-flash"], num_shared=0), 8192 // ranks
+    local, away = spec.experts_per_rank(ranks), 0
+    distinct = []
+    for rank in range(ranks):
+        ids, _ = route("uniform", spec, ranks, rank, tokens, 3)
+        of_tokens = [set(row) for row in (ids // local).tolist()]
+        distinct += [len(owners) for owners in of_tokens]
+        away += sum(len(owners - {rank}) for owners in of_tokens)
+    found = once_per_rank(spec, ranks, tokens)
+    sigma = statistics.stdev(distinct) / math.sqrt(len(distinct))
+    assert statistics.mean(distinct) == pytest.approx(found.distinct, abs=5 * sigma)
+    counted = away / ranks * (4096 * (1 + 4 / 128) + 2 * 4096)
+    assert found.summed_first_bytes == pytest.approx(counted, rel=0.02)
+    assert found.summed_first_bytes < found.pulled_once_bytes < found.link_bytes
+
+
+def test_sending_once_saves_nothing_without_repeats_and_never_costs():
+    for ranks in (1, 2, 8, 64):
+        once = once_per_rank(MODELS["deepseek-v3"], ranks, 4096)
+        assert once.total_us == predict(MODELS["deepseek-v3"], ranks, 4096).total_us
+        assert once.summed_first_us < once.pulled_once_us <= once.total_us
+    alone = replace(MODELS["deepseek-v3"], num_experts=64, topk=1)
+    once = once_per_rank(alone, 8, 4096)
+    assert once.distinct == pytest.approx(1)
+    assert once.summed_first_bytes == pytest.approx(once.link_bytes)
+    assert once.summed_first_us == pytest.approx(once.total_us)
+
+
 # What the docs say of the model: root mean square and worst error on each file.
 STATED = {"moe_h200x1.json": (0.05, 0.10), "moe_h200x2.json": (0.05, 0.10)}
 
@@ -357,6 +401,20 @@ def test_the_documented_model_is_what_it_computes():
         times = [predict(spec, r, int(tokens)).total_us for r in (2, 4, 8, 16, 32, 64)]
         times.append(predict(spec, 8, int(tokens), slow).total_us)
         assert figures == [f"{us:.0f}" for us in times], (model, tokens)
+
+
+def test_the_documented_savings_are_what_it_computes():
+    for model, tokens, *cells in doc_rows("layer | at most, tokens per rank"):
+        spec = replace(MODELS[model], num_shared=0)
+        once = [
+            once_per_rank(spec, r, int(tokens) if tokens.isdigit() else 8)
+            for r in (2, 4, 8, 16, 32, 64)
+        ]
+        expected = {
+            "ranks per token": [f"{o.distinct:.2f}" for o in once],
+            "link bytes": [o.bytes_saved() for o in once],
+        }.get(tokens, [o.time_saved() for o in once])
+        assert cells == expected, (model, tokens)
 
 
 def test_the_documented_memory_is_what_plan_prints():
