@@ -293,6 +293,7 @@ def origin() -> dict:
     ).stdout.strip()  # fmt: skip
     return {
         "commit": commit,
+        "command": " ".join(["python benchmarks/service_load.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average_1min": round(os.getloadavg()[0], 1),
     }
