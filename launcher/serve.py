@@ -57,6 +57,18 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 LEAST_INTERVAL_S: Final = 0.05
+HTTP_SOON_S: Final = 10.0
+OPTIONS: Final = {
+    "host": "--host",
+    "port": "--port",
+    "queue_requests": "--queue-requests",
+    "queue_tokens": "--queue-tokens",
+    "max_body_bytes": "--max-body-mib",
+    "request_timeout_s": "--request-timeout",
+    "progress_timeout_s": "--progress-timeout",
+    "drain_s": "--drain",
+}
+"""What sets a field of ``ServiceConfig``."""
 
 
 def command(
@@ -161,7 +173,7 @@ def command(
             num_workers=workers,
             timeout_s=timeout,
         )
-        if random is not None:
+        if random is not None or not in_group:  # else the ranks say it, of a checkpoint
             config.resolved(source.spec())
         if attention_pre is not None:
             attention = AttentionSource(attention_pre, cache_pages, seed)
@@ -200,7 +212,8 @@ def _check_settings(fields: dict[str, Any]) -> None:
     try:
         ServiceConfig(**fields, api_key=read_key())
     except ConfigError as error:
-        raise SpecError(str(error)) from None
+        option = OPTIONS.get(str(error).partition(" = ")[0])
+        raise SpecError(f"{option}: {error}" if option else str(error)) from None
 
 
 def _default_ranks(backend: str) -> int:
@@ -237,8 +250,8 @@ def _rank(
             start_new_session=True,
             stdin=subprocess.DEVNULL,
         )
-    # The supervisor starts it before the ranks: if it is not there now, it is gone for good.
-    http_pid = _http_pid(run_dir, HTTP_START_S if RUN_DIR not in os.environ else 1.0)
+    # The supervisor starts it before torchrun: if it is not there soon, it is gone for good.
+    http_pid = _http_pid(run_dir, HTTP_START_S if RUN_DIR not in os.environ else HTTP_SOON_S)
     if http_pid is None:
         sys.stderr.write("megamoe serve: the HTTP process does not run\n")
         return EXIT_ERROR

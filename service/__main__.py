@@ -31,7 +31,7 @@ def read_key() -> str | None:
     try:
         return Path(name).read_text().strip()
     except OSError as error:
-        raise ConfigError(f"MEGAMOE_API_KEY_FILE = {name}: {error.strerror}") from None
+        raise ConfigError(f"the API key's file {name}: {error.strerror}") from None
 
 
 def main(argv: list[str] | None = None) -> int:

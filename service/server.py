@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,11 @@ _log = logging.getLogger("megamoe.service")
 EXIT_CUT_SHORT: Final = 1
 EXIT_SETTING: Final = 2
 STOP_RANKS_S: Final = 5.0
+ADVICE: Final = {
+    errno.EADDRINUSE: ": choose another --port, or 0 for any that is free",
+    errno.EADDRNOTAVAIL: ": --host must be an address of this machine, or 0.0.0.0 for all of them",
+    errno.EACCES: ": ports below 1024 are root's, choose a larger --port",
+}
 
 
 class _Server(uvicorn.Server):
@@ -60,9 +66,9 @@ def bind_tcp(config: ServiceConfig) -> socket.socket:
         sock.listen(512)
     except OSError as error:
         sock.close()
-        raise OSError(
-            error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from None
+        where = f"cannot listen on {config.host}:{config.port}"
+        advice = ADVICE.get(error.errno or 0, "")
+        raise OSError(error.errno, f"{where}: {error.strerror}{advice}") from None
     return sock
 
 

@@ -49,6 +49,8 @@ class LayerSource:
                     "dtype=fp8 or dtype=bf16 in --random"
                 )
         elif self.checkpoint is not None:
+            if not self.checkpoint.is_dir():
+                raise SpecError(f"--checkpoint {self.checkpoint}: there is no such folder")
             if not (self.checkpoint / "config.json").is_file():
                 raise SpecError(f"--checkpoint {self.checkpoint} has no config.json")
             if self.layer is None:

@@ -87,18 +87,18 @@ class Supervisor:
 
     def _run(self) -> int:
         http = self._spawn(http_command(self.fields, self.run_dir, os.getpid()))
-        deadline = time.monotonic() + HTTP_START_S
-        while not (self.run_dir / "http.pid").exists():
-            if http.poll() is not None:
-                return http.returncode or EXIT_ERROR
-            if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
-                http.kill()
-                return EXIT_ERROR
         threads = os.environ.get("OMP_NUM_THREADS") or str(cores_per_rank(self.num_ranks))
+        # At the same time: it takes longer to begin than the HTTP process, for which ranks wait.
         agent = self._spawn(
             self.agent_argv, OMP_NUM_THREADS=threads, **{RUN_DIR: str(self.run_dir)}
         )
         try:
+            deadline = time.monotonic() + HTTP_START_S
+            while not (self.run_dir / "http.pid").exists():
+                if http.poll() is not None:
+                    return http.returncode or EXIT_ERROR
+                if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
+                    return EXIT_ERROR
             return self._watch(http, agent)
         finally:
             for process in (http, agent):

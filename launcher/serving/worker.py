@@ -91,6 +91,10 @@ class _Silent(MegaMoeError):
         self.rank = rank
 
 
+class _OtherBits(MegaMoeError):
+    """A heartbeat step did not compute what the first did."""
+
+
 class Worker:
     """The thread that owns the layer."""
 
@@ -112,6 +116,8 @@ class Worker:
             self._fault("timeout", error.record.peer, str(error), error.record.to_dict())
         except _Silent as error:
             self._fault("stuck", error.rank, str(error), None)
+        except _OtherBits as error:
+            self._fault("mismatch", self.rank, f"rank {self.rank}: {error}", None)
         except (SpecError, BackendUnavailable) as error:  # what every rank says, of no rank
             self._fault("error", self.rank, str(error), None)
         except MegaMoeError as error:
@@ -374,7 +380,7 @@ class Worker:
             if self.checksum is None:
                 self.checksum = report.checksum
             elif report.checksum != self.checksum:
-                raise MegaMoeError(
+                raise _OtherBits(
                     f"heartbeat of step {report.step} gave other bits than the first "
                     f"({report.checksum:08x}, not {self.checksum:08x})"
                 )

@@ -27,7 +27,7 @@ from megamoe.reference.tolerance import FP8_TENSOR_CORE_BITS
 from megamoe.spec import MoESpec
 from megamoe.weights import ExpertWeights, random_experts
 from tests.compare import assert_bitwise, assert_matches_oracle
-from tests.service.served import Served
+from tests.service.served import HTTP, Served
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 SPEC = MoESpec(hidden=512, inter=256, num_experts=8, topk=2)
@@ -45,7 +45,7 @@ def on_cpu(expert: ExpertWeights) -> ExpertWeights:
 
 
 def metrics(served: Served) -> str:
-    return httpx.get(served.url + "/metrics", timeout=5).text
+    return HTTP.get(served.url + "/metrics", timeout=5).text
 
 
 def readings(served: Served, rank: int) -> int:
@@ -77,7 +77,7 @@ def infer(
     headers = {"Inference-Header-Content-Length": str(len(head))}
     content = head + b"".join(parts)
     path = f"{url}/v2/models/{model}/infer"
-    answer = httpx.post(path, content=content, headers=headers, timeout=60)
+    answer = HTTP.post(path, content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     size = int(answer.headers["inference-header-content-length"])
     return answer.content[size:], json.loads(answer.content[:size])["parameters"]
@@ -175,7 +175,7 @@ def test_kernel_time_is_that_of_the_gpu(served):
 
 def test_what_the_kernel_does_not_count_is_absent(served):
     infer_moe(served.url, **tensors(*call(5)))
-    text = httpx.get(served.url + "/metrics").text
+    text = HTTP.get(served.url + "/metrics").text
     assert 'megamoe_steps_total{kind="work"}' in text
     assert "megamoe_ring_high_water_blocks{" not in text
     assert "megamoe_ring_backpressure_events_total{" not in text
@@ -184,7 +184,7 @@ def test_what_the_kernel_does_not_count_is_absent(served):
 def test_sensors_are_read(served):
     deadline = time.monotonic() + 10
     while served.metric("megamoe_gpu_power_watts") == 0:
-        assert time.monotonic() < deadline, httpx.get(served.url + "/metrics").text
+        assert time.monotonic() < deadline, HTTP.get(served.url + "/metrics").text
         time.sleep(0.2)
     assert served.metric("megamoe_gpu_sm_clock_hertz") > 1e8
     assert served.metric("megamoe_gpu_temperature_celsius") > 0

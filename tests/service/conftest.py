@@ -1,4 +1,4 @@
-"""Servers over the echo engine."""
+"""Servers over the echo engine, and one service over two CPU ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.service.echo import CONFIG, EchoEngine, Server
+from tests.service.served import TIMEOUT_S, Served
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +27,20 @@ def make_running(request):
             return stack.enter_context(Server(replace(CONFIG, **settings), engine or EchoEngine()))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The service of ``test_serve_answers.py``, then of ``test_serve_faults.py``, which ends it."""
+    options = ("--fault-injection", "--timeout", str(TIMEOUT_S), "--max-restarts", "4")
+    with Served(*options, "--heartbeat", "0.2", "--progress-timeout", "8") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def client(served):
+    """A client of that service, once it serves."""
+    served.wait_ready()
+    with served.client() as client:
+        yield client

@@ -1,4 +1,4 @@
-"""A real service: supervisor, HTTP process, torchrun and CPU ranks, started for tests."""
+"""A real service: supervisor, HTTP process, torchrun and CPU ranks, and clients that load it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,11 @@ import psutil
 ROOT = Path(__file__).parents[2]
 SHAPE = "hidden=256,inter=128,experts=8,topk=2,shared=1"
 BIG_SHAPE = "hidden=1024,inter=1024,experts=8,topk=8"
+TIMEOUT_S = 3.0
+"""Of each wait inside a step, where a test waits for that."""
+HTTP = httpx.Client(timeout=10, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""A connection for each request, like ``httpx.get``: that reads the trusted certificates each time,
+60 ms of a core."""
 
 
 class Served:
@@ -71,14 +77,14 @@ class Served:
 
     def ready(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(self.url + "/ready", timeout=5).status_code == 200
+            return HTTP.get(self.url + "/ready", timeout=5).status_code == 200
         return False
 
     def why_not_ready(self) -> str:
-        return httpx.get(self.url + "/ready", timeout=5).json().get("error", "")
+        return HTTP.get(self.url + "/ready", timeout=5).json().get("error", "")
 
     def metric(self, name: str) -> float:
-        text = httpx.get(self.url + "/metrics", timeout=5).text
+        text = HTTP.get(self.url + "/metrics", timeout=5).text
         values = [
             float(line.rsplit(" ", 1)[1])
             for line in text.splitlines()
@@ -106,7 +112,7 @@ class Served:
     def fault(self, rank: int, action: str) -> None:
         self.note_processes()
         body = {"rank": rank, "action": action}
-        answer = httpx.post(self.url + "/debug/fault", json=body, timeout=5)
+        answer = HTTP.post(self.url + "/debug/fault", json=body, timeout=5)
         assert answer.status_code == 200, answer.text
 
     def signal(self, number: signal.Signals) -> None:
@@ -190,3 +196,69 @@ def infer(client, *arrays, outputs=None, **more):
 
 def output_bits(client, *arrays) -> np.ndarray:
     return infer(client, *arrays).as_numpy("output").view(np.uint16)
+
+
+def one_request(served: Served, case) -> np.ndarray:
+    """Bits of the answer to a request of a client of its own."""
+    with served.client() as client:
+        return output_bits(client, *case)
+
+
+def same(have: np.ndarray, want: np.ndarray) -> None:
+    """Bit for bit."""
+    differ = np.argwhere(have != want)
+    assert have.shape == want.shape
+    assert not len(differ), f"at {differ[0]}: {have[tuple(differ[0])]} != {want[tuple(differ[0])]}"
+
+
+class Load:
+    """Clients that infer until told to stop; every answer is right, or a clean refusal."""
+
+    def __init__(self, served: Served, want: np.ndarray, case, clients: int = 8) -> None:
+        self.served, self.want, self.case = served, want, case
+        self.stop, self.go = threading.Event(), threading.Event()
+        self.go.set()
+        self.good = 0
+        self.refused: list[str] = []
+        self.wrong: list[str] = []
+        self.slowest = 0.0
+        self.threads = [threading.Thread(target=self.work) for _ in range(clients)]
+
+    def work(self) -> None:
+        from tritonclient.utils import InferenceServerException
+
+        with self.served.client() as client:
+            while not self.stop.is_set():
+                self.go.wait()
+                begun = time.monotonic()
+                try:
+                    have = output_bits(client, *self.case)
+                    if (have != self.want).any():
+                        self.wrong.append("other bits")
+                    self.good += 1
+                except InferenceServerException as error:
+                    if error.status() not in ("503", "429"):
+                        self.wrong.append(f"{error.status()}: {error.message()}")
+                    self.refused.append(error.message())
+                    time.sleep(0.1)
+                self.slowest = max(self.slowest, time.monotonic() - begun)
+
+    def pause(self) -> None:
+        """Until ``go`` is set again, nobody asks; returns when all have their answers."""
+        self.go.clear()
+        deadline = time.monotonic() + 10
+        while self.served.metric("megamoe_queue_requests"):
+            assert time.monotonic() < deadline, "requests hang"
+            time.sleep(0.02)
+
+    def __enter__(self) -> Load:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop.set()
+        self.go.set()
+        for thread in self.threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self.threads), "a request hangs"

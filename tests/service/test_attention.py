@@ -6,7 +6,6 @@ import json
 import threading
 import time
 
-import httpx
 import numpy as np
 import pytest
 import tritonclient.http as oip
@@ -22,6 +21,7 @@ from tests.service.attention import (
     tokens,
 )
 from tests.service.echo import ATTENTION, BOTH, CONFIG, EchoEngine, Server
+from tests.service.served import HTTP
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_metadata(client):
 
 def test_without_the_layer_there_is_no_model():
     with Server(CONFIG, EchoEngine()) as server:
-        answer = httpx.get(server.url + "/v2/models/attention_pre")
+        answer = HTTP.get(server.url + "/v2/models/attention_pre")
         assert answer.status_code == 404
         assert answer.json()["error"] == "unknown model 'attention_pre': this service has 'moe'"
-        assert httpx.get(server.url + "/v2/models").json() == {"models": ["moe"]}
+        assert HTTP.get(server.url + "/v2/models").json() == {"models": ["moe"]}
         server.engine.layer_info = None
-        assert httpx.get(server.url + "/v2/models/attention_pre").status_code == 503
+        assert HTTP.get(server.url + "/v2/models/attention_pre").status_code == 503
 
 
 def test_a_sequence_keeps_its_keys_on_the_ranks(client, engine):
@@ -262,7 +262,7 @@ def test_more_refusals(client, server, engine):
         ({"inputs": [{**given, "name": "y"}]}, "'y' does not exist"),
         ({"inputs": both, "outputs": [{"name": "output"}]}, "'output' does not exist"),
     ):
-        answer = httpx.post(url, json=body)
+        answer = HTTP.post(url, json=body)
         assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
     body, size = oip.InferenceServerClient.generate_request_body(inputs_of(X, R))
     head = json.loads(body[:size])
@@ -281,7 +281,7 @@ def test_more_refusals(client, server, engine):
         head["parameters"] = {"binary_data_output": True, **parameters}
         text = json.dumps(head).encode()
         headers = {"Inference-Header-Content-Length": str(len(text))}
-        answer = httpx.post(url, content=text + body[size:], headers=headers)
+        answer = HTTP.post(url, content=text + body[size:], headers=headers)
         assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
 
 
@@ -300,7 +300,7 @@ def test_logits_as_json_have_null_where_a_token_may_not_look(server):
     )
     headers = {"Inference-Header-Content-Length": str(size)}
     url = server.url + "/v2/models/attention_pre/infer"
-    answer = httpx.post(url, content=bytes(body), headers=headers)
+    answer = HTTP.post(url, content=bytes(body), headers=headers)
     [logits] = answer.json()["outputs"]
     assert logits["shape"] == [3, 2]
     assert [value is None for value in logits["data"]] == [False, True] + [False] * 4
@@ -308,7 +308,7 @@ def test_logits_as_json_have_null_where_a_token_may_not_look(server):
 
 def test_metrics_and_dashboard_know_it(client, server):
     infer(client, *tokens(3), sequence=1, start=True)
-    text = httpx.get(server.url + "/metrics").text
+    text = HTTP.get(server.url + "/metrics").text
     for line in (
         'megamoe_steps_total{kind="attention_pre"} 1.0',
         "megamoe_attention_tokens_total 3.0",

@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -215,3 +216,14 @@ def test_a_restart_of_the_ranks_ends_all_sequences(served):
             infer(client, *tokens(1), sequence=9)
         assert served.metric("megamoe_attention_sequences") == 0
         infer(client, *tokens(1), sequence=9, start=True)
+
+
+@pytest.mark.multirank
+def test_a_killed_http_process_takes_ranks_and_supervisor_with_it(served):
+    """The last of the tests that share this service."""
+    served.note_processes()
+    [http] = [p for p in served.seen.values() if p.is_running() and "service" in p.cmdline()]
+    http.kill()
+    assert served.wait_exit(30) != 0, served.text()
+    served.assert_nothing_left(30)
+    assert list(Path(served.folder.name).iterdir()) == []

@@ -11,6 +11,7 @@ import pytest
 from service import auth as auth_module
 from service.auth import OPEN_PATHS
 from tests.service.echo import EchoEngine
+from tests.service.served import HTTP
 
 KEY = "correct-horse-battery"
 
@@ -116,9 +117,9 @@ def test_without_a_key_only_loopback_names_are_served(server):
         ("rebound.example", 403),
         ("127.0.0.1.rebound.example:80", 403),
     ):
-        answer = httpx.get(server.url + "/v2", headers={"Host": host})
+        answer = HTTP.get(server.url + "/v2", headers={"Host": host})
         assert answer.status_code == status, host
-    assert httpx.get(server.url + "/ready", headers={"Host": "probe"}).status_code == 200
+    assert HTTP.get(server.url + "/ready", headers={"Host": "probe"}).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "https://127.0.0.1", "null", ""])
@@ -127,14 +128,14 @@ def test_pages_of_others_cannot_post(server, http, origin):
     own = f"http://127.0.0.1:{server.port}"
     for url, headers in ((server.url, {}), (str(http.base_url), {"X-API-Key": KEY})):
         path = url.rstrip("/") + "/v2/models/moe/infer"
-        answer = httpx.post(path, content=b"{}", headers={**headers, "Origin": origin})
+        answer = HTTP.post(path, content=b"{}", headers={**headers, "Origin": origin})
         assert answer.status_code == 403, origin
         assert "may not post" in answer.json()["error"]
         # Reading says nothing: a page does not get to see it.
-        get = httpx.get(url.rstrip("/") + "/v2", headers={**headers, "Origin": origin})
+        get = HTTP.get(url.rstrip("/") + "/v2", headers={**headers, "Origin": origin})
         assert get.status_code == 200
         assert "access-control-allow-origin" not in get.headers
-    mine = httpx.post(own + "/v2/models/moe/infer", content=b"{}", headers={"Origin": own})
+    mine = HTTP.post(own + "/v2/models/moe/infer", content=b"{}", headers={"Origin": own})
     assert mine.status_code == 400
 
 

@@ -9,11 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from service.reports import EngineFault, TelemetrySample
 from tests.service.echo import BOTH, LAYER, EchoEngine
+from tests.service.served import HTTP
 from tests.service.test_attention import infer as infer_attention
 from tests.service.test_attention import tokens as attention_tokens
 from tests.service.test_client import changed
@@ -34,7 +34,7 @@ def gpu_sample(rank: int, watts: float, throttled: bool = False) -> TelemetrySam
 
 def events(server, count: int) -> list[tuple[str, object]]:
     found = []
-    with httpx.stream("GET", server.url + "/events", timeout=10) as stream:
+    with HTTP.stream("GET", server.url + "/events", timeout=10) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         name = ""
         for line in stream.iter_lines():
@@ -87,10 +87,10 @@ def test_events_carry_history_points_and_state(make_running):
 
 def test_dashboards_are_counted(make_running):
     running = make_running(event_clients=1)
-    with httpx.stream("GET", running.url + "/events", timeout=10) as first:
+    with HTTP.stream("GET", running.url + "/events", timeout=10) as first:
         lines = first.iter_lines()  # closing the iterator would close the stream
         next(lines)
-        assert httpx.get(running.url + "/events").status_code == 429
+        assert HTTP.get(running.url + "/events").status_code == 429
     deadline = time.monotonic() + 5
     while running.app.state.dashboard.clients:
         assert time.monotonic() < deadline
@@ -99,18 +99,18 @@ def test_dashboards_are_counted(make_running):
 
 
 def test_assets_are_served_from_here_and_nowhere_else(server):
-    page = httpx.get(server.url + "/")
+    page = HTTP.get(server.url + "/")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     for text in (page.text, (STATIC / "app.js").read_text(), (STATIC / "style.css").read_text()):
         assert "http://" not in text
         assert "https://" not in text
     for path in page.text.split('"'):
         if path.startswith("/static/"):
-            assert httpx.get(server.url + path).status_code == 200, path
-    licence = httpx.get(server.url + "/static/vendor/uPlot.LICENSE").text
+            assert HTTP.get(server.url + path).status_code == 200, path
+    licence = HTTP.get(server.url + "/static/vendor/uPlot.LICENSE").text
     assert licence.startswith("The MIT License")
     for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/none.js"):
-        assert httpx.get(server.url + path).status_code == 404
+        assert HTTP.get(server.url + path).status_code == 404
 
 
 @pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium and chromedriver here")

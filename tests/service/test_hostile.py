@@ -21,7 +21,7 @@ from service.config import ServiceConfig
 from service.limits import BodyGuard, read_body
 from service.routes import TensorResponse
 from tests.service.echo import Server, echo
-from tests.service.served import inputs_of, make_tokens
+from tests.service.served import HTTP, inputs_of, make_tokens
 
 INFER = "/v2/models/moe/infer"
 HOST = b"Host: localhost\r\n"
@@ -46,7 +46,7 @@ def assert_refused(answer: httpx.Response) -> None:
 def assert_answers(server: Server) -> None:
     body, size = whole_request()
     headers = {"Inference-Header-Content-Length": str(size)}
-    answer = httpx.post(server.url + INFER, content=body, headers=headers)
+    answer = HTTP.post(server.url + INFER, content=body, headers=headers)
     assert answer.status_code == 200, answer.text
 
 
@@ -108,7 +108,7 @@ def test_a_timeout_beyond_every_clock(server, timeout):
     head["parameters"]["timeout"] = timeout
     text = json.dumps(head).encode()
     headers = {"Inference-Header-Content-Length": str(len(text))}
-    answer = httpx.post(server.url + INFER, content=text + body[size:], headers=headers)
+    answer = HTTP.post(server.url + INFER, content=text + body[size:], headers=headers)
     if timeout < 0:
         assert_refused(answer)
     else:
@@ -133,7 +133,7 @@ def test_a_timeout_beyond_every_clock(server, timeout):
 )
 def test_what_is_not_offered(server, path):
     for method in ("GET", "POST", "DELETE", "PROPFIND"):
-        assert_refused(httpx.request(method, server.url + path, content=b"{}"))
+        assert_refused(HTTP.request(method, server.url + path, content=b"{}"))
 
 
 def test_bodies_with_damaged_bytes(server):
@@ -189,7 +189,7 @@ def test_half_a_body_is_no_bug_of_ours(make_running, caplog):
         conn.close()
         line = 'megamoe_http_responses_total{code="499",path="/v2/models/{model}/infer"} 1.0'
         deadline = time.monotonic() + 5
-        while line not in (text := httpx.get(running.url + "/metrics").text):
+        while line not in (text := HTTP.get(running.url + "/metrics").text):
             assert time.monotonic() < deadline, text
             time.sleep(0.02)
     assert not caplog.records, caplog.records[0].getMessage()
@@ -229,7 +229,7 @@ def test_bodies_announced_without_a_key_keep_nobody_out(make_running):
         conn.sendall(POST + b"Content-Length: 1000000\r\n\r\n{")
         assert conn.recv(12) == b"HTTP/1.1 401"
         conns.append(conn)
-        answer = httpx.post(running.url + INFER, content=body, headers=headers)
+        answer = HTTP.post(running.url + INFER, content=body, headers=headers)
         assert answer.status_code == 200, answer.text
     for conn in conns:
         conn.close()

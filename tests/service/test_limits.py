@@ -19,6 +19,7 @@ from service.errors import ServiceError
 from service.limits import ByteBudget
 from service.server import bind_tcp
 from tests.service.echo import CONFIG, EchoEngine, tokens
+from tests.service.served import HTTP
 
 INFER = b"POST /v2/models/moe/infer HTTP/1.1\r\nhost: localhost\r\n"
 
@@ -36,7 +37,7 @@ def connect(server) -> socket.socket:
 
 
 def assert_alive(server) -> None:
-    assert httpx.get(server.url + "/health", timeout=5).status_code == 200
+    assert HTTP.get(server.url + "/health", timeout=5).status_code == 200
 
 
 def test_silent_connections_are_closed(server):
@@ -171,7 +172,7 @@ def test_bodies_in_flight_share_a_budget(make_running):
             assert answer.status_code == 429
             assert answer.headers["retry-after"]
     time.sleep(0.2)
-    answer = httpx.post(running.url + "/v2/models/moe/infer", content=b"{}" + b" " * 60_000)
+    answer = HTTP.post(running.url + "/v2/models/moe/infer", content=b"{}" + b" " * 60_000)
     assert answer.status_code == 400  # the budget came back
 
 

@@ -17,6 +17,7 @@ from service.metrics import DCGM_NAMES, GPU_METRICS, Metrics, gini, load_figures
 from service.reports import EngineFault, StepRecord, TelemetrySample
 from service.sequences import Sequences
 from tests.service.echo import BOTH, EchoEngine
+from tests.service.served import HTTP
 
 
 @pytest.fixture
@@ -185,11 +186,10 @@ def test_grafana_asks_for_metrics_that_exist(engine, metrics):
 
 
 def test_responses_are_counted_by_template_not_by_path(server):
-    import httpx
 
     for path in ("/v2/models/moe", "/v2/models/other", "/v2/models/another", "/nothing"):
-        httpx.get(server.url + path)
-    text = httpx.get(server.url + "/metrics").text
+        HTTP.get(server.url + path)
+    text = HTTP.get(server.url + "/metrics").text
     assert re.search(r'responses_total\{code="404",path="/v2/models/\{model\}"\} [2-9]', text)
     assert "another" not in text
     assert "nothing" not in text

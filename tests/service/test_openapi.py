@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -11,6 +10,7 @@ from schemathesis.config import SchemathesisConfig
 
 from service.app import create_app
 from tests.service.echo import BOTH, CONFIG, EchoEngine, Server
+from tests.service.served import HTTP
 
 load_all_checks()
 _APP = create_app(CONFIG, EchoEngine(BOTH))
@@ -68,7 +68,7 @@ def test_a_valid_json_request_of_the_schema_passes(base_url):
         ],
         "outputs": [{"name": "topk_ids"}, {"name": "timings"}],
     }
-    answer = httpx.post(base_url + "/v2/models/moe/infer", json=body)
+    answer = HTTP.post(base_url + "/v2/models/moe/infer", json=body)
     assert answer.status_code == 200, answer.text
     outputs = {o["name"]: o for o in answer.json()["outputs"]}
     assert outputs["topk_ids"]["datatype"] == "INT32"

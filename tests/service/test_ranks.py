@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,37 +15,51 @@ from tests.service.served import ROOT
 
 pytestmark = [pytest.mark.multirank]
 
-RANK = """
-import sys, time
+RANKS = """
+import os, sys, time
 from launcher.serving.rendezvous import find_ranks
-rank, attempt = map(int, sys.argv[1:])
-time.sleep(rank)  # rank 0 would find what the former rank 1 left
-found = find_ranks(rank, 2, None)
-print([(said["rank"], said["attempt"]) for said in
-       found.all_gather({"rank": rank, "attempt": attempt})], flush=True)
-sys.stdin.read()  # killed here, as a lost rank is: it leaves its addresses in the store
+
+def rank(number, attempt):
+    time.sleep(number)  # rank 0 would find what the former rank 1 left
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    found = find_ranks(number, 2, None)
+    said = found.all_gather({"rank": number, "attempt": attempt})
+    print(number, [(each["rank"], each["attempt"]) for each in said], flush=True)
+    time.sleep(60)  # until it is killed, as a lost rank is: it leaves its addresses in the store
+    os._exit(1)
+
+for attempt in range(2):
+    pids = []
+    for number in range(2):
+        if not (pid := os.fork()):
+            rank(number, attempt)
+        pids.append(pid)
+    sys.stdin.readline()
+    for pid in pids:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
 """
 
 
 def test_a_later_attempt_does_not_find_the_words_of_a_former():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for attempt in range(2):
-        env = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank), str(attempt)],
-                cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            want = f"{[(0, attempt), (1, attempt)]}\n"
-            assert [rank.stdout.readline() for rank in ranks] == [want] * 2
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
+    env = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ranks = subprocess.Popen(
+        [sys.executable, "-c", RANKS],
+        cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        for attempt in range(2):
+            said = sorted(ranks.stdout.readline() for _ in range(2))
+            assert said == [f"{rank} {[(0, attempt), (1, attempt)]}\n" for rank in range(2)]
+            ranks.stdin.write("\n")
+            ranks.stdin.flush()
+        assert ranks.wait(20) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.communicate()

@@ -355,7 +355,7 @@ def test_the_rank_is_named_from_the_moment_on_at_which_the_group_is_late():
     asyncio.run(main())
 
 
-def test_a_timeout_names_the_record_and_a_mismatch_ends_the_group():
+def test_a_timeout_keeps_its_record():
     async def main():
         async with serving() as (engine, group):
             await open_group(engine, group)

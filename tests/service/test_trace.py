@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-import httpx
-
 from service.reports import Span, StepRecord, TelemetrySample
 from service.trace import chrome_trace
 from tests.service.echo import EchoEngine
+from tests.service.served import HTTP
 from tests.service.test_client import changed
 
 
@@ -69,7 +68,7 @@ def test_the_service_gives_its_last_steps(make_running):
     with oip.InferenceServerClient(f"127.0.0.1:{running.port}") as client:
         for _ in range(3):
             client.infer("moe", changed())
-    events = httpx.get(running.url + "/trace").json()["traceEvents"]
+    events = HTTP.get(running.url + "/trace").json()["traceEvents"]
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {1, 2, 3}
     stamps = sorted(e["ts"] for e in events if e["ph"] == "X")
     assert stamps[0] > 0
