@@ -207,7 +207,7 @@ def contender_rows(
 def main() -> None:
     """Times the contender alone; prints and writes its rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="16")
+    parser.add_argument("--tokens", default="16")
     parser.add_argument("--kv", default="8192")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -220,7 +220,7 @@ def main() -> None:
             found = {"meta": run_meta(contender="deep_gemm, torch, triton"), "rows": rows}
             args.output.write_text(json.dumps(found, indent=1) + "\n")
 
-    tokens, keys = ([int(v) for v in text.split(",")] for text in (args.rows, args.kv))
+    tokens, keys = ([int(v) for v in text.split(",")] for text in (args.tokens, args.kv))
     contender_rows(tokens, keys, on_row=show)
 
 

@@ -29,7 +29,7 @@ __all__ = ["command"]
 
 def command(
     model: Annotated[str, typer.Option(help="glm-5 or glm-5.2.")] = "glm-5.2",
-    rows: Annotated[
+    tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Token rows, 16 unless given. Repeatable.")
     ] = None,
     kv: Annotated[
@@ -81,7 +81,7 @@ def command(
 
         options = Options(
             model=model,
-            rows=tuple(rows or (16,)),
+            rows=tuple(tokens or (16,)),
             kv=tuple(kv or (8192,)),
             queue=queue,
             splits=splits,

@@ -137,7 +137,6 @@ class Options:
         slots: see ``compile_attention``.
         input_pages: see ``compile_attention``.
         in_flight: weight pages of a CTA on their way at once.
-        first_in_flight: see ``BoundPlan``.
         prefixes: cumulative subgraphs as well.
         trace: where a Chrome trace of one cold run goes, and a picture beside it.
     """
@@ -154,7 +153,6 @@ class Options:
     slots: int = 3
     input_pages: int = 3
     in_flight: int = IN_FLIGHT
-    first_in_flight: int = 0
     prefixes: bool = False
     trace: Path | None = None
 
@@ -194,8 +192,7 @@ class Measurement:
         planner = Planner(self.graph, self.workers, queue=o.queue, tiles=tiles)
         encoded = encode(planner.plan(batch))
         kernel = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages)
-        flight = {"in_flight": o.in_flight, "first_in_flight": o.first_in_flight}
-        plans = bench.bind(kernel, encoded, batch, o.copies, **flight)
+        plans = bench.bind(kernel, encoded, batch, o.copies, in_flight=o.in_flight)
         plans[0].run()
         error = bench.error(batch)
         need_right("megakernel", batch, error)
@@ -210,12 +207,14 @@ class Measurement:
         self._add(self.host, {"m": batch.rows, "kv": kv}, **self._host_times(batch, kv, kernel))
         for names in PREFIXES if o.prefixes else ():
             part = Planner(subgraph(self.graph, names.split()), self.workers, queue=o.queue)
-            less = bench.bind(kernel, encode(part.plan(batch)), batch, o.copies, **flight)
+            less = bench.bind(
+                kernel, encode(part.plan(batch)), batch, o.copies, in_flight=o.in_flight
+            )
             row = self._row("megakernel_prefix", batch, "cold", less)
             self._add(self.prefixes, row, stages=names)
         if o.trace:
             traced = bench.kernel(planner, slots=o.slots, input_pages=o.input_pages, trace=True)
-            plans = bench.bind(traced, encoded, batch, o.copies, **flight)
+            plans = bench.bind(traced, encoded, batch, o.copies, in_flight=o.in_flight)
             row = self._row("megakernel_traced", batch, "cold", plans)
             self._add(self.rows, row, floor_us=None, max_rel_err=None)
             save_trace(o.trace, plans[1 % len(plans)], encoded)
@@ -276,11 +275,10 @@ def save_trace(path: Path, plan: BoundPlan, encoded: EncodedPlan) -> None:
 def main() -> None:
     """The command without typer, for machines that lack it; see ``launcher/bench_attention.py``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="16", help="token counts, comma separated")
+    parser.add_argument("--tokens", dest="rows", default="16", help="token counts, comma separated")
     parser.add_argument("--kv", default="8192", help="key counts, comma separated")
     parser.add_argument("--queue", default="auto")
     parser.add_argument("--in-flight", type=int, default=IN_FLIGHT)
-    parser.add_argument("--first-in-flight", type=int, default=0)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--input-pages", type=int, default=3)
     parser.add_argument("--splits", default="")

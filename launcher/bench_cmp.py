@@ -31,7 +31,7 @@ def command(
     ] = None,
     model: Annotated[str, typer.Option(help="glm-5 or glm-5.2.")] = "glm-5.2",
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Token rows, 16 unless given.")
+        list[int] | None, typer.Option(min=1, help="Token rows, 16 unless given. Repeatable.")
     ] = None,
     kv: Annotated[
         list[int] | None, typer.Option(min=1, help="Keys of a request, 8192 unless given.")

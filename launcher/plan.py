@@ -111,8 +111,10 @@ def attention_pre(
     model: Annotated[
         str, typer.Option(help=f"A published layer: {', '.join(ATTENTION_MODELS)}.")
     ] = "glm-5.2",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 1,
-    new: Annotated[int, typer.Option(min=1, help="New tokens per request.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Token rows of the batch.")] = 16,
+    requests: Annotated[
+        int, typer.Option(min=0, help="That they belong to, alike; 0: as many as 8 tokens each.")
+    ] = 0,
     kv: Annotated[int, typer.Option(min=1, help="Keys per request, new tokens included.")] = 8192,
     workers: Annotated[int, typer.Option(min=1, help="Resident CTAs: SMs of the GPU.")] = 132,
     tiles: Annotated[
@@ -147,7 +149,13 @@ def attention_pre(
             tiles=seed_tiles() if tiles == "seed" else None,
             queue=cast("Any", queue),
         )
-        found = summarize(planner.plan(Batch(((new, kv),) * requests)))
+        count = requests or -(-tokens // 8)
+        if tokens % count:
+            raise SpecError(
+                f"--tokens {tokens}: {count} requests of equally many need a multiple of {count}; "
+                "--requests says how many there are"
+            )
+        found = summarize(planner.plan(Batch(((tokens // count, kv),) * count)))
         if as_json:
             print_json({"model": model, **found})
         else:

@@ -84,7 +84,7 @@ def test_default_costs_order_the_queues_as_the_device_did():
     [
         (["--model", "llama"], "--model llama"),
         (["--queue", "random"], "--queue random"),
-        (["--rows", "0"], "greater than or equal to 1"),
+        (["--tokens", "0"], "greater than or equal to 1"),
         (["--input-pages", "4"], "must be 2 or 3"),
     ],
 )

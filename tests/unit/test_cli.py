@@ -267,6 +267,18 @@ def test_plan_attention_pre_reproduces_the_published_plan():
     assert values["instruction_tensor"] == [148, 5, 32]
 
 
+def test_plan_attention_pre_takes_tokens_and_requests():
+    """The same option as the benchmarks': rows of the batch."""
+    runner = CliRunner()
+    for options, a0 in ((["--tokens", "4"], 4), (["--tokens", "24", "--requests", "2"], 24)):
+        found = runner.invoke(app, ["plan", "attention-pre", "--json", *options])
+        assert found.exit_code == 0, found.output
+        assert json.loads(found.stdout)["tasks_per_stage"]["A0"] == a0
+    found = runner.invoke(app, ["plan", "attention-pre", "--tokens", "17"])
+    assert found.exit_code == console.EXIT_ERROR
+    assert "--tokens 17: 3 requests" in found.stderr
+
+
 def test_version():
     from megamoe import __version__
 
