@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megamoe import jit
 from megamoe.attention_pre.data import mlp_tensors, random_weights
 from megamoe.attention_pre.encode import encode, instruction_format, operand_table
 from megamoe.attention_pre.graphs import attention_pre_graph, dense_mlp_graph
@@ -101,12 +102,17 @@ def compile_sets():
     return [*glm, specs_of(*small_plans()), specs_of(*mlp_plans())]
 
 
+def compile_with(flags, specs):
+    jit._FLAGS = flags
+    compile_attention(specs)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     """Compiles all at once, in processes of their own; then they come from the cache."""
     sets = compile_sets()
     with ProcessPoolExecutor(len(sets), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_attention, sets))
+        list(pool.map(compile_with, [jit._FLAGS] * len(sets), sets))
     return [AttentionKernel(specs) for specs in sets]
 
 
