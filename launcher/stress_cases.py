@@ -131,6 +131,7 @@ def rows_of(
     from megamoe.weights import random_experts
 
     size = group.num_ranks
+    inputs = {load: _inputs(group, options.spec, load) for load in loads}
     largest: dict[Load, tuple[Tensor, float, str]] = {}
     for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
         base = EpConfig(
@@ -146,39 +147,51 @@ def rows_of(
             options.spec, config, backend=options.backend, rendezvous=group.rendezvous()
         ) as layer:
             layer.load_weights(random_experts(options.spec, group.rank, size, seed=0))
-            mine = [_case(group, options, layer, load, largest) for load in loads]
+            mine = [_case(group, layer, load, inputs[load], largest) for load in loads]
             every = zip(*group.gather(mine), strict=True)
             yield [_row(options, layer, load, of) for load, of in zip(loads, every, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """x, ids and weights of this rank, on the CPU and on its device."""
+
+    here: tuple[Tensor, Tensor, Tensor]
+    there: tuple[Tensor, Tensor, Tensor]
+
+
+def _inputs(group: Group, spec: MoESpec, load: Load) -> _Inputs:
+    from launcher.workloads import random_activations, route
+
+    rank, tokens, seed = group.rank, load.tokens[group.rank], load.seed
+    x = random_activations(spec, rank, tokens, seed)
+    idx, weight = route(load.routing, spec, group.num_ranks, rank, tokens, seed=seed)
+    there = (x.to(group.device), idx.to(group.device), weight.to(group.device))
+    return _Inputs((x, idx, weight), there)
+
+
 def _case(
     group: Group,
-    options: StressOptions,
     layer: MoELayer,
     load: Load,
+    inputs: _Inputs,
     largest: dict[Load, tuple[Tensor, float, str]],
 ) -> dict[str, Any]:
     """One case on one rank: what it found there."""
     import torch
 
-    from launcher.workloads import random_activations, route
-
-    spec, num_ranks, rank = options.spec, layer.config.num_ranks, group.rank
-    tokens, seed = load.tokens[rank], load.seed
-    x = random_activations(spec, rank, tokens, seed).to(group.device)
-    idx, weight = route(load.routing, spec, num_ranks, rank, tokens, seed=seed)
     layer.clear_counters()
-    y = layer.run(x, idx.to(group.device), weight.to(group.device)).cpu()
+    y = layer.run(*inputs.there).cpu()
     counters = layer.counters()
 
     # The largest ring comes first, and is compared with the oracle; what equals it need not be.
     if load not in largest:
-        largest[load] = (y, *_judge(group, spec, load, (x, idx, weight), y))
+        largest[load] = (y, *_judge(group, layer.spec, load, inputs.here, y))
     first, error, problem = largest[load]
     # Bits, not values: NaN and -0 count.
     same = torch.equal(y.view(torch.int16), first.view(torch.int16))
     if not same:
-        error, problem = _judge(group, spec, load, (x, idx, weight), y)
+        error, problem = _judge(group, layer.spec, load, inputs.here, y)
     events, l1, l2 = pressure(layer, counters)
     return {
         "same": same,
@@ -187,7 +200,7 @@ def _case(
         "events": events,
         "l1": l1,
         "l2": l2,
-        "idx": idx,
+        "idx": inputs.here[1],
     }
 
 
