@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launcher.attention_rows import (
     SCORES,
@@ -44,11 +45,22 @@ from megamoe.errors import MegaMoeError
 __all__ = [
     "bench_megakernel",
     "bench_variants",
+    "bind_all",
     "merge_rows",
     "plan_for",
     "time_runs",
     "time_single",
 ]
+
+
+def bind_all(
+    plan: KernelPlan, every: Sequence[Mapping[str, Tensor]], **options: Any
+) -> list[BoundCmp]:
+    """The plan on several sets of tensors; options are those of ``BoundCmp``."""
+    made: list[BoundCmp] = []
+    for tensors in every:
+        made.append(BoundCmp(plan, tensors, like=made[0] if made else None, **options))
+    return made
 
 
 def time_runs(
@@ -138,8 +150,8 @@ def bench_variants(
     rows, error = [], None
     for mode in modes:
         tuned = tuning or tuning_of(mode)
-        bounds = [BoundCmp(plan, t, tuning=tuned) for t in tensors]
-        traced = [BoundCmp(plan, t, tuning=tuned, trace=True) for t in tensors]
+        bounds = bind_all(plan, tensors, tuning=tuned)
+        traced = bind_all(plan, tensors, tuning=tuned, trace=True)
         first = CmpGraph(bounds[:1], mode)
         tensors[0][SCORES].fill_(torch.nan)
         first.launch(torch.cuda.current_stream().cuda_stream)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from launcher.attention_rows import Copies, Row, batch_of, table_row
-from launcher.cmp_rows import plan_for, time_runs, time_single
+from launcher.cmp_rows import bind_all, plan_for, time_runs, time_single
 from megamoe.attention_pre.data import random_caches, random_fp8_weight, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -61,8 +61,8 @@ def bench_edge(copies: Copies, rows_of: Sequence[int] = (16, 32, 64, 128, 256)) 
         tensors = copies.tensors(encode(plan).buffers, host)
         for wait in waits:
             tuning = with_wait({}, "B0p", wait)
-            bounds = [BoundCmp(plan, t, tuning=tuning, only=only) for t in tensors]
-            traced = [BoundCmp(plan, t, tuning=tuning, only=only, trace=True) for t in tensors]
+            bounds = bind_all(plan, tensors, tuning=tuning, only=only)
+            traced = bind_all(plan, tensors, tuning=tuning, only=only, trace=True)
             for mode in modes:
                 pdl = " pdl" if mode == "branches_pdl" else ""
                 made.append(_row(f"edge A0->B0p {wait}{pdl}", batch, bounds, traced, mode))
@@ -106,8 +106,7 @@ def bench_counter(
             "residual": torch.randn(m, hidden).bfloat16(),
         }
         tensors = held.tensors(encode(plan).buffers, given)
-        bounds = [BoundCmp(plan, t) for t in tensors]
-        traced = [BoundCmp(plan, t, trace=True) for t in tensors]
+        bounds, traced = bind_all(plan, tensors), bind_all(plan, tensors, trace=True)
         always = [("Op", "Of")]
         for name, edges in (("off", always), ("pdl", [*always, ("Of", "N")])):
             what = f"counter O->RMSNorm {name}"
@@ -123,7 +122,7 @@ def bench_prefixes(copies: Copies, batch: Batch) -> list[Row]:
     for i, name in enumerate(PREFIXES):
         for variant, names in (("prefix", PREFIXES[: i + 1]), ("alone", (name,))):
             plan = plan_for(subgraph(full, names), batch)
-            bounds = [BoundCmp(plan, t) for t in copies.tensors(encode(plan).buffers, host)]
+            bounds = bind_all(plan, copies.tensors(encode(plan).buffers, host))
             timing = time_runs(bounds, "branches_pdl")
             made.append(
                 table_row(f"branches_pdl {variant} {' '.join(names)}", batch, "cold", timing)

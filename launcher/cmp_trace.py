@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from launcher.attention_rows import Copies
 from launcher.attention_trace import STAMPS, chrome_trace, timeline_svg
-from launcher.cmp_rows import plan_for
+from launcher.cmp_rows import bind_all, plan_for
 from launcher.console import make_folder_for
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
 from megamoe.attention_pre.tiling import Batch
-from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import Mode
 from megamoe.cmp.tuning import tuning_of
@@ -69,7 +68,7 @@ def save_trace(path: Path, copies: Copies, batch: Batch, mode: Mode) -> float:
     plan = plan_for(partition(attention_pre_graph(copies.spec)), batch)
     host = random_inputs(copies.spec, batch, 1) | random_caches(copies.spec, batch, 2)
     tensors = copies.tensors(encode(plan).buffers, host)
-    bounds = [BoundCmp(plan, t, tuning=tuning_of(mode), trace=True) for t in tensors]
+    bounds = bind_all(plan, tensors, tuning=tuning_of(mode), trace=True)
     graph = CmpGraph(bounds * 2, mode)
     graph.launch(torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Finds how the standalone kernels are launched best, on one Hopper GPU.
 
-    python -m launcher.tune_cmp --rows 16 --kv 8192 --seconds 30 --mode branches_pdl
+    python -m launcher.tune_cmp --tokens 16 --kv 8192 --seconds 30 --mode branches_pdl
 
 Descent over ``Tuning`` of each kernel: one change at a time, then several, kept if a graph of many
 runs over cold copies gets faster by more than the noise. Every setting's scores are compared with
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -20,11 +21,12 @@ from typing import Any, Final
 import torch
 
 from launcher.attention_rows import SCORES, Copies, batch_of
-from launcher.cmp_rows import plan_for, time_runs
+from launcher.cmp_rows import bind_all, plan_for, time_runs
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
+from megamoe.backends.base import hopper_available
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
@@ -58,11 +60,13 @@ _AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
     "B0p": (1, 2, 4),
     "D1p": (1, 2, 4),
     "B0f": (2, 3, 6),
+    "B1f": (12, 6, 0),
     "B1p": (1, 4),
     "C0": (1, 4),
     "D2": (1, 4),
 }
-_CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (3, 2), "B1f": (3, 2)}
+_CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (3, 2), "B1f": (1, 3, 2)}
+_WARM: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(("B0f", "B1f", "D1f"), (False, True))
 _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, 2, 3, 4, 6),
     "D1p": (0, 1, 2),
@@ -106,6 +110,7 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
         ("in_flight", _IN_FLIGHT),
         ("registers", _REGISTERS),
         ("ctas", _CTAS),
+        ("warm", _WARM),
     ]
     if mode != "single_stream":
         tables.append(("priority", _PRIORITIES))
@@ -138,18 +143,7 @@ class Tuner:
 
     def bind(self, setting: Setting, *, trace: bool = False) -> list[BoundCmp]:
         """The kernels on every copy."""
-        made: list[BoundCmp] = []
-        for tensors in self.tensors:
-            made.append(
-                BoundCmp(
-                    self.plan,
-                    tensors,
-                    tuning=setting,
-                    like=made[0] if made else None,
-                    trace=trace,
-                )
-            )
-        return made
+        return bind_all(self.plan, self.tensors, tuning=setting, trace=trace)
 
     def check(self, bound: BoundCmp, mode: Mode) -> None:
         """Compares the scores with those of the first setting.
@@ -221,14 +215,16 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="glm-5.2", choices=sorted(ATTENTION_MODELS))
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--kv", type=int, default=8192)
     parser.add_argument("--copies", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--mode", default="branches_pdl", choices=MODES)
     args = parser.parse_args()
+    if not hopper_available():
+        sys.exit("tune_cmp needs a Hopper GPU (compute capability 9.0)")
     copies = Copies.make(ATTENTION_MODELS[args.model], args.kv, args.copies)
-    tuner = Tuner(copies, args.rows, args.kv)
+    tuner = Tuner(copies, args.tokens, args.kv)
     best, us = tuner.tune(tuning_of(args.mode), args.mode, args.seconds)
     print(f"{us:.2f} us: {describe(best)}")
 

@@ -158,11 +158,10 @@ struct AttentionParams {
     uint32_t num_operand_rows;
     uint32_t num_tokens;
     uint32_t dynamic;
-    uint32_t ticket_counter;   // dynamic
-    uint32_t in_flight;        // weight pages of a CTA that may be on their way at once,
-    uint32_t first_in_flight;  // and of the tasks that begin with shared memory's first pages
-    uint32_t ahead_pages;      // weight pages that find no room and may go to L2 meanwhile,
-    uint32_t ahead_cycles;     // with a pause between two of them
+    uint32_t ticket_counter;  // dynamic
+    uint32_t in_flight;       // weight pages of a CTA that may be on their way at once
+    uint32_t ahead_pages;     // weight pages that find no room and may go to L2 meanwhile,
+    uint32_t ahead_cycles;    // with a pause between two of them
 };
 
 }  // namespace megamoe::attention

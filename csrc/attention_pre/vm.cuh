@@ -89,7 +89,6 @@ struct SharedStorage {
     alignas(kPaged ? 1024 : 16) uint8_t inputs[kInputPages][kInputBytes];
     alignas(128) float key_scale[kKeys ? kWeightPages : 1][kTileRows];
     float input_scale[kInputPages][kTileRows];  // [block of the page][token]
-    alignas(128) uint64_t operands[1][kOperandSlots];
 #else
     alignas(1024) uint8_t weights[kWeightPages][kPageBytes];
     alignas(1024) uint8_t inputs[kInputPages][kPageBytes];
@@ -150,42 +149,17 @@ MEGAMOE_DEVICE bool stopped(const SharedStorage& s) {
     return *const_cast<const volatile uint32_t*>(&s.stop) != 0;
 }
 
-#ifdef MEGAMOE_ATTENTION_WATCHDOG
-// For work on the kernel: a wait inside the CTA that does not end says which, and is abandoned.
-struct Watchdog {
-    uint64_t start = ptx::now_ns();
-    MEGAMOE_DEVICE bool bites(const uint64_t& bar, uint32_t phase) const {
-        if (ptx::now_ns() - start < 200'000'000) return false;
-        extern __shared__ uint8_t raw[];
-        if (ptx::lane() == 0)
-            printf("CTA %u warp %u: barrier %d phase %u\n", blockIdx.x, threadIdx.x / 32,
-                   int(reinterpret_cast<const uint8_t*>(&bar) - raw -
-                       offsetof(SharedStorage, instruction_arrived)) /
-                       8,
-                   phase);
-        return true;
-    }
-};
-#else
-struct Watchdog {
-    MEGAMOE_DEVICE bool bites(const uint64_t&, uint32_t) const { return false; }
-};
-#endif
-
 // For waits that end even after a stop: some role of this CTA is on its way to the barrier.
 MEGAMOE_DEVICE void wait_always(uint64_t& bar, uint32_t phase) {
-    const Watchdog dog;
     while (!ptx::try_wait(bar, phase)) {
-        if (dog.bites(bar, phase)) return;
     }
 }
 
 // False after a stop. A page that math released after it saw the stop may still be in flight, so
 // `stop` is looked at after the wait as well: whoever sees the release sees the stop.
 MEGAMOE_DEVICE bool wait_page(const SharedStorage& s, uint64_t& bar, uint32_t phase) {
-    const Watchdog dog;
     while (!ptx::try_wait(bar, phase)) {
-        if (stopped(s) || dog.bites(bar, phase)) return false;
+        if (stopped(s)) return false;
     }
     return !stopped(s);
 }
@@ -193,9 +167,6 @@ MEGAMOE_DEVICE bool wait_page(const SharedStorage& s, uint64_t& bar, uint32_t ph
 // The same without an answer, for math: opaque to the compiler, so that it keeps wgmma results
 // where they are. After a stop math goes on with whatever is in the page.
 MEGAMOE_DEVICE void wait_or_stop(const SharedStorage& s, uint64_t& bar, uint32_t phase) {
-#ifdef MEGAMOE_ATTENTION_WATCHDOG
-    wait_page(s, bar, phase);
-#endif
     asm volatile(
         "{ .reg .pred done, go; .reg .b32 word;\n"
         "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -227,12 +198,21 @@ enum class Stamp : uint32_t {
     kCount
 };
 
+#ifdef MEGAMOE_ATTENTION_STANDALONE
+MEGAMOE_DEVICE uint32_t cta_number() {
+    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+}
+#endif
+
 // One lane.
 MEGAMOE_DEVICE void stamp(const AttentionParams& p, const Slot& slot, Stamp what) {
 #ifdef MEGAMOE_ATTENTION_TRACE
-    const uint64_t queue = p.dynamic ? 0 : blockIdx.x;
-    p.trace[(queue * p.depth + slot.place) * uint32_t(Stamp::kCount) + uint32_t(what)] =
-        ptx::now_ns();
+#ifdef MEGAMOE_ATTENTION_STANDALONE
+    const uint64_t at = cta_number();
+#else
+    const uint64_t at = (p.dynamic ? 0 : blockIdx.x) * uint64_t(p.depth) + slot.place;
+#endif
+    p.trace[at * uint32_t(Stamp::kCount) + uint32_t(what)] = ptx::now_ns();
 #endif
 }
 
@@ -245,25 +225,36 @@ MEGAMOE_DEVICE void wait_producers() {
 }
 #endif
 
-// One instruction, as the bodies see it.
+// One instruction, as the bodies see it. Operands are addressed by operand::<opcode>::<name>.
 struct Task {
     const AttentionParams& p;
     SharedStorage& s;
     Slot& slot;
     uint32_t slot_index, phase;
 
+#ifdef MEGAMOE_ATTENTION_STANDALONE
+    // In registers and among the kernel's parameters: nothing is read before the loads that matter.
+    const Instruction& task;
+    const uint64_t* operands;
+    MEGAMOE_DEVICE const Instruction& inst() const { return task; }
+    template <class T>
+    MEGAMOE_DEVICE T* operand(uint32_t index) const {
+        return reinterpret_cast<T*>(operands[index]);
+    }
+    MEGAMOE_DEVICE uint32_t weight_page() const { return 0; }
+    MEGAMOE_DEVICE uint32_t input_page() const { return 0; }
+    MEGAMOE_DEVICE void wait_inputs() const { wait_producers(); }
+#else
     MEGAMOE_DEVICE const Instruction& inst() const { return slot.inst; }
-    // Operands are addressed by operand::<opcode>::<name>.
     template <class T>
     MEGAMOE_DEVICE T* operand(uint32_t index) const {
         return reinterpret_cast<T*>(s.operands[inst().operand_row][index]);
     }
-    MEGAMOE_DEVICE bool has(InstructionFlag flag) const { return inst().flags & flag; }
-#ifdef MEGAMOE_ATTENTION_STANDALONE
-    MEGAMOE_DEVICE void wait_inputs() const { wait_producers(); }
-#else
+    MEGAMOE_DEVICE uint32_t weight_page() const { return slot.weight_page; }
+    MEGAMOE_DEVICE uint32_t input_page() const { return slot.input_page; }
     MEGAMOE_DEVICE void wait_inputs() const { wait_always(s.inputs_ready[slot_index], phase); }
 #endif
+    MEGAMOE_DEVICE bool has(InstructionFlag flag) const { return inst().flags & flag; }
     MEGAMOE_DEVICE void stamp(Stamp what) const {
         if (threadIdx.x == 0) attention::stamp(p, slot, what);
     }

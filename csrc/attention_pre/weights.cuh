@@ -112,16 +112,14 @@ class WeightPool {
           full_(kept_address(s.weight_full)),
           free_(kept_address(s.weight_free)),
           pages_(kept_address(s.weights)),
-          in_flight_(p.in_flight),
-          first_(p.first_in_flight) {}
+          in_flight_(p.in_flight) {}
 
     // A task whose first page is use `use` of the pool.
     MEGAMOE_DEVICE void begin(uint32_t use) {
-        const uint32_t most = use < kWeightPages ? first_ : in_flight_;
         uses_ = use;
         page_ = WeightPage(use);
-        may_start_ = use < most ? most - use : 0;
-        landing_ = WeightPage(use + may_start_ - most);
+        may_start_ = use < in_flight_ ? in_flight_ - use : 0;
+        landing_ = WeightPage(use + may_start_ - in_flight_);
     }
 
     // Waits until the next page may be filled. False after a stop.
@@ -142,7 +140,11 @@ class WeightPool {
     }
     MEGAMOE_DEVICE void expect() const { ptx::arrive_expect(full(), kPageBytes); }
     MEGAMOE_DEVICE void load(const TensorMap* map, uint32_t offset, int32_t x, int32_t y) const {
+#ifdef MEGAMOE_ATTENTION_EVICT_FIRST
+        load_weight_box(pages_ + page_.index * kPageBytes + offset, map, x, y, full(), kEvictFirst);
+#else
         ptx::load_box(pages_ + page_.index * kPageBytes + offset, map, x, y, full());
+#endif
     }
     MEGAMOE_DEVICE void advance() {
         page_.advance();
@@ -154,7 +156,7 @@ class WeightPool {
   private:
     MEGAMOE_DEVICE uint32_t full() const { return full_ + page_.index * 8; }
     SharedStorage& s_;
-    uint32_t full_, free_, pages_, in_flight_, first_;
+    uint32_t full_, free_, pages_, in_flight_;
     WeightPage page_{0}, landing_{0};
     uint32_t may_start_ = 0, uses_ = 0;
 };

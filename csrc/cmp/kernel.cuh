@@ -83,13 +83,6 @@ MEGAMOE_DEVICE void run_part(const Task& t) {
     }
 }
 
-MEGAMOE_DEVICE void init(SharedStorage& s) {
-    ptx::barrier_init(s.scales_ready[0], 1);
-    init_pages(s);
-    ptx::barrier_init_fence();
-    s.stop = 0;
-}
-
 // Stamps of a traced build; the bodies note `kLoaded` and `kSummed` themselves.
 MEGAMOE_DEVICE uint32_t sm_id() {
     uint32_t id;
@@ -98,41 +91,49 @@ MEGAMOE_DEVICE uint32_t sm_id() {
 }
 MEGAMOE_DEVICE void stamp(const CmpParams& p, Stamp what) {
 #ifdef MEGAMOE_ATTENTION_TRACE
-    p.stamps[blockIdx.x * uint32_t(Stamp::kCount) + uint32_t(what)] =
+    p.stamps[cta_number() * uint32_t(Stamp::kCount) + uint32_t(what)] =
         what == Stamp::kPublished ? sm_id() : ptx::now_ns();
 #endif
 }
 
-MEGAMOE_DEVICE void run_loader(const CmpParams& p, SharedStorage& s, uint32_t warp) {
-    if constexpr (kHasLoaders) {
-        constexpr bool kKeys = Body::kLoads == Loads::kKeys;
-        if (warp == kWeights) {
-            if constexpr (kKeys)
-                load_keys(p, s);
-            else
-                load_weights<Body>(p, s);
-        } else {
-            wait_producers();
-            if (ptx::lane() == 0) {
-                if (p.trigger == Trigger::kInputs) ptx::launch_dependents();
-                stamp(p, Stamp::kInputsReady);
-            }
-            if constexpr (kKeys)
-                load_queries<Body>(p, s);
-            else
-                load_inputs<Body>(p, s);
-        }
-    }
+// A wait for the producers that comes before what does not need them, for comparison.
+MEGAMOE_DEVICE void wait_after_prologue() {
+    if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_PROLOGUE) ptx::grid_wait();
 }
 
-MEGAMOE_DEVICE void run_math(const CmpParams& p, SharedStorage& s) {
+MEGAMOE_DEVICE void run_weights(const CmpParams& p, const Instruction& inst, SharedStorage& s) {
+    if (ptx::lane() == 0) ptx::prefetch_map(p.maps.weights);
+    make_weight_pages(s);
+    wait_after_prologue();
+    if constexpr (Body::kLoads == Loads::kKeys)
+        load_keys(p, inst, s);
+    else
+        load_weights<Body>(p, inst, s);
+}
+
+MEGAMOE_DEVICE void run_inputs(const CmpParams& p, const Instruction& inst, SharedStorage& s) {
+    if (ptx::lane() == 0) ptx::prefetch_map(p.maps.inputs);
+    make_input_pages(s);
+    wait_producers();
+    if (ptx::lane() == 0) {
+        if (p.trigger == Trigger::kInputs) ptx::launch_dependents();
+        stamp(p, Stamp::kInputsReady);
+    }
+    if constexpr (Body::kLoads == Loads::kKeys)
+        load_queries<Body>(p, inst, s);
+    else
+        load_inputs<Body>(p, inst, s);
+}
+
+MEGAMOE_DEVICE void run_math(const CmpParams& p, const Instruction& inst, SharedStorage& s) {
     AttentionParams none{};
 #ifdef MEGAMOE_ATTENTION_TRACE
     none.trace = p.stamps;
-    none.depth = 1;
 #endif
-    const Task t{none, s, s.slot[0], 0, 0};
-    if constexpr (!kHasLoaders) warm_finisher<Body>(p, t.inst());
+    const Task t{none, s, s.slot[0], 0, 0, inst, p.operands};
+    if constexpr (kHasLoaders) wait_pages_made();
+    wait_after_prologue();
+    if (!kHasLoaders && (p.options & kWarm)) warm_finisher<Body>(p, inst);
 #ifdef MEGAMOE_ATTENTION_TRACE
     if (!kHasLoaders) {  // the loader of inputs notes it where there is one
         t.wait_inputs();
@@ -167,24 +168,16 @@ megamoe_cmp(const __grid_constant__ megamoe::attention::CmpParams p) {
         if (p.trigger == Trigger::kEntry) ptx::launch_dependents();
         stamp(p, Stamp::kVisible);
         stamp(p, Stamp::kPublished);
-        init(s);
     }
-    if (warp == 1) {
-        write_task(p, s.slot[0].inst);
-        if (ptx::lane() == 0) s.slot[0].weight_page = s.slot[0].input_page = s.slot[0].place = 0;
+    const Instruction inst = task_of<Body>(p);
+    if (warp < kMathWarps)
+        run_math(p, inst, s);
+    else if constexpr (kHasLoaders) {
+        if (warp == kWeights)
+            run_weights(p, inst, s);
+        else
+            run_inputs(p, inst, s);
     }
-    if (warp == 2 && ptx::lane() < kOperandSlots)
-        s.operands[0][ptx::lane()] = p.operands[ptx::lane()];
-    if (kHasLoaders && threadIdx.x == kWeights * 32) {
-        ptx::prefetch_map(p.maps.weights);
-        ptx::prefetch_map(p.maps.inputs);
-    }
-    __syncthreads();
-    if constexpr (MEGAMOE_CMP_WAIT == MEGAMOE_CMP_WAIT_PROLOGUE) ptx::grid_wait();
-    if (warp >= kMathWarps)
-        run_loader(p, s, warp);
-    else
-        run_math(p, s);
 #ifdef MEGAMOE_ATTENTION_TRACE
     constexpr bool kTraced = true;
 #else

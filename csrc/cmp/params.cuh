@@ -26,15 +26,17 @@ namespace megamoe::attention {
 // When a CTA lets the kernels that depend on this one be scheduled.
 enum class Trigger : uint32_t { kNever, kEntry, kWeights, kInputs, kStored };
 
-// A CTA's task from its number, (block of rows * tiles + tile) * parts + part.
+// A CTA's task from its place in the launch: x counts parts, y tiles, z blocks of rows. Of scores x
+// counts pieces of the keys, y blocks of a request's tokens, z requests.
 struct TaskGrid {
-    uint32_t parts, tiles;
-    uint32_t band, rows;        // token rows of a block, of the call
-    uint32_t block_n, columns;  // of a tile, of all tiles together
-    uint32_t k_tile;            // columns of a part's reduction
-    uint32_t item_columns;      // columns of a head; 0: the stage has none
-    uint32_t wrap;              // whether columns count from the head's first
-    uint32_t rope_columns;      // a tile that ends at a multiple is rotated; 0: none
+    uint32_t band, rows;        // token rows of a block; of the call, or of a request
+    uint32_t block_n, columns;  // of a tile, of all tiles; keys of a piece, of a request
+    uint32_t pages, fresh;      // of a request in the block table; its first key that may be new
+};
+
+enum CmpOption : uint32_t {
+    kWarm = 1,       // constants are brought to L2 before the wait
+    kFirstToGo = 2,  // weights leave L2 before what else is there
 };
 
 struct CmpParams {
@@ -44,35 +46,65 @@ struct CmpParams {
     TaskGrid grid;
     uint32_t num_tokens;
     Trigger trigger;
-    const Instruction* table;  // [CTAs], or null: `grid` says it all
+    const Instruction* table;  // [CTAs] of a launch in x alone, or null: `grid` says it all
     uint64_t* stamps;          // [CTAs][7] ns: see `Stamp`, and the SM as the last. Or null
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
     uint32_t in_flight;        // weight pages that may be on their way at once
+    uint32_t options;          // CmpOption
 };
 
-// One warp writes its CTA's task.
-MEGAMOE_DEVICE void write_task(const CmpParams& p, Instruction& inst) {
-    const uint32_t lane = ptx::lane();
-    uint32_t& word = reinterpret_cast<uint32_t*>(&inst)[lane];
-    if (p.table) {
-        word = __ldg(reinterpret_cast<const uint32_t*>(p.table + blockIdx.x) + lane);
-        return;
+// Columns of a head, where a task belongs to one.
+template <class S>
+MEGAMOE_HD constexpr uint32_t head_columns() {
+    switch (S::kOpcode) {
+        case Opcode::kAbsorbQuery:
+            return S::kN;
+        case Opcode::kIndexQuery:
+            return kGroup;
+        case Opcode::kMainQuery:
+            return S::kN / S::kHeads;
+        default:
+            return 0;
     }
-    word = reinterpret_cast<const uint32_t*>(&p.task)[lane];
-    __syncwarp();
-    if (lane != 0) return;
+}
+
+// In registers, as far as the body looks at it.
+template <class S>
+MEGAMOE_DEVICE Instruction task_of(const CmpParams& p) {
+    Instruction inst = p.task;
+    if (p.table) {
+        const auto* from = reinterpret_cast<const uint32_t*>(p.table + blockIdx.x);
+        auto* to = reinterpret_cast<uint32_t*>(&inst);
+#pragma unroll
+        for (uint32_t i = 0; i < kInstructionWords; ++i) to[i] = __ldg(from + i);
+        return inst;
+    }
     const TaskGrid& g = p.grid;
-    const uint32_t part = blockIdx.x % g.parts, rest = blockIdx.x / g.parts;
-    const uint32_t tile = rest % g.tiles, row = rest / g.tiles * g.band;
-    const uint32_t column = tile * g.block_n, cols = min(g.block_n, g.columns - column);
-    inst.row = row;
-    inst.rows = min(g.band, g.rows - row);
-    inst.col = g.wrap ? column % g.item_columns : column;
-    inst.cols = cols;
-    inst.k = part * g.k_tile;
-    inst.part = part;
-    if (g.item_columns) inst.item = column / g.item_columns;
-    if (g.rope_columns && (column + cols) % g.rope_columns == 0) inst.flags |= kHasRope;
+    if constexpr (S::kLoads == Loads::kKeys) {
+        const uint32_t kv = blockIdx.x * g.block_n, token = blockIdx.y * g.band;
+        inst.row = blockIdx.z * g.rows + token;
+        inst.rows = min(g.band, g.rows - token);
+        inst.item = blockIdx.z;
+        inst.kv = kv;
+        inst.kv_len = min(g.block_n, g.columns - kv);
+        inst.page = blockIdx.z * g.pages + kv / kCacheKeys;
+        inst.aux = g.rows - token;
+        if (kv + inst.kv_len > g.fresh) inst.flags |= kHasNewKeys;
+        return inst;
+    }
+    constexpr uint32_t kHead = head_columns<S>();
+    const uint32_t column = blockIdx.y * g.block_n;
+    inst.row = blockIdx.z * g.band;
+    inst.rows = min(g.band, g.rows - inst.row);
+    inst.cols = min(g.block_n, g.columns - column);
+    inst.col = column;
+    inst.k = blockIdx.x * (S::kK / S::kParts);
+    inst.part = blockIdx.x;
+    if constexpr (kHead > 0) inst.item = column / kHead;
+    if constexpr (S::kOpcode == Opcode::kAbsorbQuery) inst.col = column % kHead;
+    if constexpr (S::kOpcode == Opcode::kMainQuery)  // a head's last tile is rotated
+        if ((column + inst.cols) % kHead == 0) inst.flags |= kHasRope;
+    return inst;
 }
 
 }  // namespace megamoe::attention

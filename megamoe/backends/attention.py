@@ -71,7 +71,6 @@ class _AttentionParams(ctypes.Structure):
         ("dynamic", ctypes.c_uint32),
         ("ticket_counter", ctypes.c_uint32),
         ("in_flight", ctypes.c_uint32),
-        ("first_in_flight", ctypes.c_uint32),
         ("ahead_pages", ctypes.c_uint32),
         ("ahead_cycles", ctypes.c_uint32),
     )
@@ -123,7 +122,6 @@ def compile_attention(
     slots: int = 3,
     input_pages: int = 3,
     trace: bool = False,
-    watchdog: bool = False,
 ) -> jit.Cubin:
     """The kernel for these specialisations. Needs no GPU.
 
@@ -132,7 +130,6 @@ def compile_attention(
         slots: instruction slots of a CTA: how far its loaders run ahead.
         input_pages: 2 or 3 of the 13 pages for inputs, where no band exceeds 32 tokens.
         trace: stamp every instruction; for diagnosis.
-        watchdog: waits inside a CTA that never end are printed and abandoned; for work on it.
     """
     defines: dict[str, int | str] = {
         "MEGAMOE_ATTENTION_SPECS": spec_macro(specs),
@@ -141,8 +138,6 @@ def compile_attention(
     }
     if trace:
         defines["MEGAMOE_ATTENTION_TRACE"] = 1
-    if watchdog:
-        defines["MEGAMOE_ATTENTION_WATCHDOG"] = 1
     return jit.compile_cubin("attention_pre/attention_pre.cu", defines)
 
 
@@ -155,7 +150,6 @@ class AttentionKernel:
         slots: see ``compile_attention``.
         input_pages: see ``compile_attention``.
         trace: see ``compile_attention``.
-        watchdog: see ``compile_attention``.
         cooperative: ask the driver to refuse a grid that is not resident at once.
 
     Raises:
@@ -169,7 +163,6 @@ class AttentionKernel:
         slots: int = 3,
         input_pages: int = 3,
         trace: bool = False,
-        watchdog: bool = False,
         cooperative: bool = True,
     ) -> None:
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -177,9 +170,7 @@ class AttentionKernel:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.specs = tuple(specs)
         self.trace = trace
-        cubin = compile_attention(
-            specs, slots=slots, input_pages=input_pages, trace=trace, watchdog=watchdog
-        )
+        cubin = compile_attention(specs, slots=slots, input_pages=input_pages, trace=trace)
         if cubin.constant("megamoe_attention_param_bytes") != ctypes.sizeof(_AttentionParams):
             raise MegaMoeError("the kernel's parameters are not those of backends/attention.py")
         self.weight_pages = cubin.constant("megamoe_attention_weight_pages")
@@ -222,8 +213,6 @@ class BoundPlan:
         tensors: every buffer the plan names, on the kernel's device.
         timeout_s: limit of every event wait.
         in_flight: weight pages of 16 KiB that a CTA lets be on their way at once.
-        first_in_flight: the same of the tasks that fill shared memory first, while all CTAs load
-            and the first stage's stores queue behind what they ask for; 0: ``in_flight``.
         ahead_pages: weight pages beyond shared memory that a CTA brings to L2 while it waits.
         ahead_cycles: at least, between two of them: a backlog would delay all other requests.
 
@@ -239,14 +228,11 @@ class BoundPlan:
         *,
         timeout_s: float = 2.0,
         in_flight: int = IN_FLIGHT,
-        first_in_flight: int = 0,
         ahead_pages: int = AHEAD_PAGES,
         ahead_cycles: int = AHEAD_CYCLES,
     ) -> None:
-        first_in_flight = first_in_flight or in_flight
-        for name, pages in (("in_flight", in_flight), ("first_in_flight", first_in_flight)):
-            if not 1 <= pages <= kernel.weight_pages:
-                raise SpecError(f"{name} = {pages}: must be in 1..{kernel.weight_pages}")
+        if not 1 <= in_flight <= kernel.weight_pages:
+            raise SpecError(f"in_flight = {in_flight}: must be in 1..{kernel.weight_pages}")
         instructions = kernel.place(encoded)
         sms = torch.cuda.get_device_properties(kernel.device).multi_processor_count
         if encoded.num_workers > sms:
@@ -287,7 +273,6 @@ class BoundPlan:
             dynamic=int(encoded.dynamic),
             ticket_counter=encoded.num_counters - 1 if encoded.dynamic else 0,
             in_flight=in_flight,
-            first_in_flight=first_in_flight,
             ahead_pages=ahead_pages,
             ahead_cycles=ahead_cycles,
         )

@@ -43,14 +43,14 @@ class _CmpParams(ctypes.Structure):
         ("maps", ctypes.c_uint8 * 256),
         ("operands", ctypes.c_uint64 * 16),
         ("task", ctypes.c_uint32 * 32),
-        ("grid", ctypes.c_uint32 * 10),
+        ("grid", ctypes.c_uint32 * 6),
         ("num_tokens", ctypes.c_uint32),
         ("trigger", ctypes.c_uint32),
         ("table", ctypes.c_uint64),
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint32),
-        ("padding", ctypes.c_uint8 * 52),
+        ("options", ctypes.c_uint32),
     )
 
 
@@ -206,11 +206,12 @@ class BoundCmp:
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
         pages = _shape(part, tuned).weight_pages
         params.in_flight = min(tuned.in_flight or pages, pages)
+        params.options = tuned.warm | tuned.first_to_go << 1
         params.maps[:] = maps
         params.operands[:] = operands.tolist()
         params.task[:] = part.task.tolist()
         if part.grid is not None:
-            params.grid[:] = list(vars(part.grid).values())
+            params.grid[:] = list(part.grid.words)
         if part.table is not None:
             table = torch.from_numpy(part.table.view(np.int32)).to(self.device)
             self._tables.append(table)

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+
 from megamoe.backends.cuda_driver import Module, check, driver_api
 from megamoe.cmp.bound import BoundCmp, BoundKernel
 from megamoe.cmp.dag import Edge, chain, leaves, streams
@@ -54,7 +56,7 @@ def _announces(event: Any) -> Any:
 def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
     driver = driver_api()
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = bound.kernel.ctas, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = bound.kernel.launch
     config.blockDimX, config.blockDimY, config.blockDimZ = bound.threads, 1, 1
     config.sharedMemBytes = bound.shared_bytes
     config.hStream = stream
@@ -68,10 +70,14 @@ def _launch(bound: BoundKernel, stream: Any, attributes: Sequence[Any]) -> None:
 
 
 @cache
-def spacer() -> tuple[Module, Any]:
-    """The empty kernel, loaded."""
+def _spacer_on(device: int) -> tuple[Module, Any]:
     module = Module(compile_cubin("cmp/spacer.cu", {}).image)
     return module, module.function("megamoe_spacer")
+
+
+def spacer() -> tuple[Module, Any]:
+    """The empty kernel, loaded on the current device."""
+    return _spacer_on(torch.cuda.current_device())
 
 
 def _launch_spacer(kernel: tuple[Module, Any], stream: Any) -> None:
@@ -198,7 +204,7 @@ class CmpGraph:
             for bound in run.kernels:
                 params = driver.CUDA_KERNEL_NODE_PARAMS()
                 params.func = bound.function
-                params.gridDimX, params.gridDimY, params.gridDimZ = bound.kernel.ctas, 1, 1
+                params.gridDimX, params.gridDimY, params.gridDimZ = bound.kernel.launch
                 params.blockDimX, params.blockDimY, params.blockDimZ = bound.threads, 1, 1
                 params.sharedMemBytes = bound.shared_bytes
                 params.kernelParams = bound.pointers

@@ -9,6 +9,7 @@ A0, B0p, B0f, C0, B1p, B1f, D1p, D1f, D0, D2, E1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -26,7 +27,7 @@ from megamoe.attention_pre.tilers import FINAL_ROWS
 from megamoe.attention_pre.tiling import Q_BLOCK_ROWS, Specialization, StageTiles, Tile, Unit
 from megamoe.backends.attention import spec_macro
 from megamoe.errors import SpecError
-from megamoe.spec import GROUP
+from megamoe.spec import GROUP, INDEX_PAGE
 
 __all__ = [
     "PARTS",
@@ -58,35 +59,69 @@ _WHOLE_ROWS: Final = ("norm_quant", "qkv_a_final")
 
 @dataclass(frozen=True)
 class TaskGrid:
-    """``TaskGrid`` of csrc/cmp/params.cuh: a CTA's task from its number."""
+    """``TaskGrid`` of csrc/cmp/params.cuh: a CTA's task from its place in the launch.
 
-    parts: int
-    tiles: int
+    Attributes:
+        ctas: of the launch in x (parts; of scores pieces of the keys), y (tiles; blocks of a
+            request's tokens) and z (blocks of rows; requests).
+        band: token rows of a block.
+        rows: of the call; of scores, tokens of a request.
+        block_n: columns of a tile; keys of a piece.
+        columns: of all tiles together; keys of a request.
+        k_tile: columns of a part's reduction.
+        pages: of scores, pages of a request in the block table.
+        fresh: of scores, a request's first key that the run may store.
+        item_columns: of a head; 0: the stage has none. The kernel knows it and the next two.
+        wrap: whether columns count from the head's first.
+        rope: whether a head's last tile is rotated.
+    """
+
+    ctas: tuple[int, int, int]
     band: int
     rows: int
     block_n: int
     columns: int
-    k_tile: int
+    k_tile: int = 0
+    pages: int = 0
+    fresh: int = 0
     item_columns: int = 0
-    wrap: int = 0
-    rope_columns: int = 0
+    wrap: bool = False
+    rope: bool = False
 
-    def fields(self, cta: int, flags: int, rope_flag: int) -> dict[str, int]:
-        """What the kernel makes of ``cta``: the twin of ``write_task``."""
-        part, rest = cta % self.parts, cta // self.parts
-        tile, row = rest % self.tiles, rest // self.tiles * self.band
-        column = tile * self.block_n
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What the kernel is told."""
+        return self.band, self.rows, self.block_n, self.columns, self.pages, self.fresh
+
+    def fields(self, cta: int, task_flags: int, flags: Mapping[str, int]) -> dict[str, int]:
+        """What the kernel makes of CTA number ``cta``: the twin of ``task_of``."""
+        x, rest = cta % self.ctas[0], cta // self.ctas[0]
+        y, z = rest % self.ctas[1], rest // self.ctas[1]
+        if self.pages:
+            kv, token = x * self.block_n, y * self.band
+            keys = min(self.block_n, self.columns - kv)
+            return {
+                "row": z * self.rows + token,
+                "rows": min(self.band, self.rows - token),
+                "item": z,
+                "kv": kv,
+                "kv_len": keys,
+                "page": z * self.pages + kv // INDEX_PAGE,
+                "aux": self.rows - token,
+                "flags": task_flags | (flags["has_new_keys"] if kv + keys > self.fresh else 0),
+            }
+        row, column = z * self.band, y * self.block_n
         cols = min(self.block_n, self.columns - column)
-        rotated = self.rope_columns and (column + cols) % self.rope_columns == 0
+        rotated = self.rope and (column + cols) % self.item_columns == 0
         return {
             "row": row,
             "rows": min(self.band, self.rows - row),
             "col": column % self.item_columns if self.wrap else column,
             "cols": cols,
-            "k": part * self.k_tile,
-            "part": part,
+            "k": x * self.k_tile,
+            "part": x,
             "item": column // self.item_columns if self.item_columns else 0,
-            "flags": flags | (rope_flag if rotated else 0),
+            "flags": task_flags | (flags["has_rope"] if rotated else 0),
         }
 
 
@@ -99,8 +134,8 @@ class Shape:
         input_pages: of 16 KiB, or less where one holds all inputs.
         ctas: that an SM must be able to hold at once: bounds the registers.
         registers: that a thread may have, instead of what ``ctas`` leaves it.
-        at_once: blocks of K that the main loop holds at most before it releases one; of the kernel
-            that finishes rows of the first projection, parts that are asked for at once.
+        at_once: blocks of K that the main loop holds at most before it releases one; of a kernel
+            that sums parts, parts that are asked for at once; 0: what the body chooses.
     """
 
     weight_pages: int
@@ -137,6 +172,11 @@ class StandaloneKernel:
     grid: TaskGrid | None
     table: NDArray[np.uint32] | None
     ctas: int
+
+    @property
+    def launch(self) -> tuple[int, int, int]:
+        """Thread blocks in x, y and z."""
+        return self.grid.ctas if self.grid else (self.ctas, 1, 1)
 
 
 def standalone_kernels(
@@ -265,8 +305,8 @@ def _kernel(
     task = records[0].copy()
     grid = _grid(fmt, tiled, dict(tiles[0].fields), part, len(tiles), rows)
     if grid is not None:
-        rope = fmt.flags["has_rope"]
-        fmt.set(task, "flags", fmt.get(task, "flags") & ~rope)
+        own = fmt.flags["has_rope"] | fmt.flags["has_new_keys"]
+        fmt.set(task, "flags", fmt.get(task, "flags") & ~own)
         if not _agrees(fmt, records, task, grid, part):
             grid = None
     return StandaloneKernel(
@@ -294,7 +334,7 @@ def _grid(
     """The grid that the tasks of an opcode lie on; whether they do is compared afterwards."""
     spec, opcode = tiled.specialization, tiled.opcode
     if opcode == "index_score":
-        return None
+        return _score_grid(fmt, tiled)
     shape = dict(spec.shape)
     by_head = opcode == "absorb_query"
     columns = spec.n * int(shape["heads"]) if by_head else spec.n
@@ -312,16 +352,37 @@ def _grid(
         "main_query": spec.n // int(shape.get("heads", 1)),
     }
     return TaskGrid(
-        parts=parts,
-        tiles=tiles,
+        ctas=(parts, tiles, blocks),
         band=spec.band,
         rows=rows,
         block_n=block_n,
         columns=columns,
         k_tile=spec.k_tile,
         item_columns=items.get(opcode, 0),
-        wrap=int(by_head),
-        rope_columns=items["main_query"] if opcode == "main_query" else 0,
+        wrap=by_head,
+        rope=opcode == "main_query",
+    )
+
+
+def _score_grid(fmt: InstructionFormat, tiled: StageTiles) -> TaskGrid | None:
+    """Of requests that are alike."""
+    every = [dict(t.fields) for t in tiled.tiles]
+    first = every[0]
+    mine = [f for f in every if f["item"] == first["item"]]
+    pieces = sum(f["row"] == first["row"] for f in mine)
+    ctas = (pieces, len(mine) // pieces, len(every) // len(mine))
+    if math.prod(ctas) != len(every):
+        return None
+    keys = sum(f["kv_len"] for f in mine[:pieces])
+    new = [f["kv"] for f, t in zip(mine, tiled.tiles, strict=False) if "has_new_keys" in t.flags]
+    return TaskGrid(
+        ctas=ctas,
+        band=first["rows"],
+        rows=first["aux"],
+        block_n=first["kv_len"],
+        columns=keys,
+        pages=every[len(mine)]["page"] if ctas[2] > 1 else keys // INDEX_PAGE,
+        fresh=min(new, default=keys),
     )
 
 
@@ -334,10 +395,10 @@ def _agrees(
 ) -> bool:
     """Whether the grid gives every record; a final's tasks do not look at ``k`` and ``part``."""
     skip = ("k", "part") if part == "final" else ()
-    flags, rope = fmt.get(task, "flags"), fmt.flags["has_rope"]
+    flags = fmt.get(task, "flags")
     for cta, record in enumerate(records):
         made = task.copy()
-        for name, value in grid.fields(cta, flags, rope).items():
+        for name, value in grid.fields(cta, flags, fmt.flags).items():
             fmt.set(made, name, value)
         for name in skip:
             fmt.set(made, name, fmt.get(record, name))
@@ -361,9 +422,8 @@ def kernel_shape(
     if kernel.part == "final" or spec.opcode in _WHOLE_ROWS:
         # A row of the first projection keeps its parts in registers: 168 of them.
         whole_rows = spec.opcode == "qkv_a_final"
-        parts = at_once or _PARTS_AT_ONCE
-        shape = Shape(0, 0, ctas or (1 if whole_rows else 2), parts if whole_rows else 0)
-        return replace(shape, registers=registers)
+        parts = at_once or (_PARTS_AT_ONCE if whole_rows else 0)
+        return Shape(0, 0, ctas or (1 if whole_rows else 2), parts, registers)
     if spec.opcode == "index_score":
         rows = spec.band * int(dict(spec.shape)["heads"])
         registers = registers if rows <= Q_BLOCK_ROWS else 0
@@ -430,7 +490,8 @@ def kernel_defines(
     if trace:
         defines["MEGAMOE_ATTENTION_TRACE"] = 1
     if shape.at_once:
-        what = "PARTS" if specialization.opcode == "qkv_a_final" else "BLOCKS"
+        whole_rows = specialization.opcode == "qkv_a_final"
+        what = "PARTS" if whole_rows else "SUMS" if part == "final" else "BLOCKS"
         defines[f"MEGAMOE_ATTENTION_{what}_AT_ONCE"] = shape.at_once
     if wait == "never":
         defines["MEGAMOE_CMP_NEVER_WAIT"] = 1

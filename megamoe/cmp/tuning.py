@@ -29,6 +29,8 @@ class Tuning:
         at_once: see ``Shape``; 0 chooses.
         in_flight: weight pages of a CTA that may be on their way at once; 0: as many as it has.
         columns: see ``standalone_kernels``; 0 leaves the plan's.
+        warm: whether a kernel that sums parts brings constants to L2 before it waits.
+        first_to_go: whether weights leave L2 before what else is there.
         wait: see ``compile_kernel``.
     """
 
@@ -40,6 +42,8 @@ class Tuning:
     at_once: int = 0
     in_flight: int = 0
     columns: int = 0
+    warm: bool = True
+    first_to_go: bool = False
     wait: Wait = "late"
 
 

@@ -52,7 +52,7 @@ def test_every_band_fits_registers_and_shared_memory(rows):
     assert sum(pages) == 13
     assert cubin.constant("megamoe_attention_slots") >= 2
     # Beyond an SM's instruction cache every body is slower: 205 KB took 4 µs more than 121 KB.
-    assert code_bytes(cubin.image) <= (128 if rows == 16 else 132) << 10
+    assert code_bytes(cubin.image) <= (128 if rows == 16 else 134) << 10
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_parameters_say_what_the_setting_says(mode, plan, tensors):
         assert b.params.in_flight == min(tuned.in_flight or pages, pages), b.kernel.name
         assert not b.params.stamps
         if b.kernel.grid is not None:
-            assert list(b.params.grid) == list(vars(b.kernel.grid).values())
+            assert list(b.params.grid) == list(b.kernel.grid.words)
             assert not b.params.table
     with_maps = {b.kernel.name for b in bound.kernels if bytes(b.params.maps) != bytes(256)}
     assert with_maps >= {"B0p", "C0", "B1p", "D1p", "D0", "D2", "E1"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -229,7 +230,7 @@ def test_parameters_are_the_host_s(mode, trace):
     for k, shape in tuned_kernels(mode, 16):
         unit = compile_kernel(k.specialization, k.part, shape, trace=trace)
         assert unit.constant("megamoe_cmp_param_bytes") == ctypes.sizeof(_CmpParams), k.name
-        assert unit.constant("megamoe_cmp_last_param_at") == _CmpParams.in_flight.offset, k.name
+        assert unit.constant("megamoe_cmp_last_param_at") == _CmpParams.options.offset, k.name
 
 
 def test_a_consumer_fits_beside_its_producer():
@@ -256,10 +257,24 @@ def test_a_stage_that_is_not_split_reads_nothing_early():
 
 
 def test_tasks_follow_from_the_number():
-    """Only scores of ragged requests need a table."""
+    """Only scores of requests that differ need a table."""
     for rows in (1, 16, 64, 128, 24):
-        tables = [k.name for k in kernels(rows) if k.table is not None]
-        assert tables == ["E1"], rows
+        assert [k.name for k in kernels(rows) if k.table is not None] == [], rows
+    ragged = Planner(attention_pre_graph(GLM), 132).plan(Batch(((8, 8192), (3, 70))))
+    assert [k.name for k in standalone_kernels(ragged) if k.table is not None] == ["E1"]
+
+
+@pytest.mark.parametrize("batch", [((8, 8192),) * 3, ((5, 2049),), ((1, 300),) * 4])
+def test_scores_of_requests_that_are_alike_lie_on_a_grid(batch):
+    """Each CTA's task against the planner's: what the kernel works out has a twin in Python."""
+    plan = Planner(attention_pre_graph(GLM), 132).plan(Batch(batch))
+    scores = next(k for k in standalone_kernels(plan) if k.name == "E1")
+    tiles = next(t for t in plan.graph.stages if t.row == "E1").tiles
+    assert math.prod(scores.launch) == scores.ctas == len(tiles)
+    for cta, tile in enumerate(tiles):
+        made = scores.grid.fields(cta, 0, {"has_new_keys": 1})
+        expected = dict(tile.fields) | {"flags": int("has_new_keys" in tile.flags)}
+        assert made == {name: expected[name] for name in made}, cta
 
 
 def test_rows_finished_by_the_last_part_have_no_kernel():

@@ -110,12 +110,18 @@ MEGAMOE_DEVICE void add(float4& a, const float4& b) {
     a.w += b.w;
 }
 
+// Parts of a sum that are asked for at once: more of them take registers.
+#ifndef MEGAMOE_ATTENTION_SUMS_AT_ONCE
+#define MEGAMOE_ATTENTION_SUMS_AT_ONCE 8
+#endif
+
 // The sum of all parts of the unit, in ascending order, handed to the finisher as rows. With
 // `kEarly` its first loads have not been issued.
 template <int N, int kMostParts = 8, bool kEarly = false, class Finisher>
 MEGAMOE_DEVICE void emit_sums(const Task& t, const float* partials, uint32_t n,
                               Finisher& finisher) {
-    constexpr int R = kRowsOfWarp<N>, kAtOnce = kMostParts < 8 ? kMostParts : 8;
+    constexpr int R = kRowsOfWarp<N>, kMost = MEGAMOE_ATTENTION_SUMS_AT_ONCE;
+    constexpr int kAtOnce = kMostParts < kMost ? kMostParts : kMost;
     const Instruction& inst = t.inst();
     const uint32_t parts = inst.parts, rows = inst.rows;
     const float* from =

@@ -85,8 +85,8 @@ MEGAMOE_DEVICE void gemm_fp8(const Task& t, uint32_t blocks, float (&acc)[T][N /
     const uint32_t token_scales = ptx::shared_address(s.input_scale[0]) + (ptx::lane() & 3) * 8;
     const uint32_t w_scales = ptx::shared_address(t.slot.w_scale);
     // Pages of the next block to issue and of the next to add up.
-    WeightPage weight(t.slot.weight_page), added_weight = weight;
-    InputPage input(t.slot.input_page), added_input = input;
+    WeightPage weight(t.weight_page()), added_weight = weight;
+    InputPage input(t.input_page()), added_input = input;
 
     auto issue = [&](uint32_t block, float (&d)[T][N / 2]) {
         const uint32_t in_page = block % kGroupBlocks;
@@ -175,8 +175,8 @@ MEGAMOE_DEVICE void gemm_bf16(const Task& t, Tiles<S>& acc) {
     const uint32_t weights =
         wgmma::operand(ptx::shared_address(s.weights[0]) + warpgroup() * (kPageBytes / 2));
     const uint32_t inputs = wgmma::operand(ptx::shared_address(s.inputs[0]));
-    uint32_t weight_use = t.slot.weight_page;
-    const uint32_t input_use = t.slot.input_page;
+    uint32_t weight_use = t.weight_page();
+    const uint32_t input_use = t.input_page();
 #pragma unroll
     for (int tile = 0; tile < T; ++tile)
 #pragma unroll

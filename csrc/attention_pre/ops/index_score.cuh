@@ -21,7 +21,7 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
     const uint32_t visible = length - inst.aux + 1;  // to token 0 of the task
     float* logits = t.operand<float>(slots::logits) + uint64_t(inst.row) * stride + kv;
 
-    const InputPage queries(t.slot.input_page);
+    const InputPage queries(t.input_page());
     wait_or_stop(s, s.input_full[queries.index], queries.phase);
     // Weights of this thread's queries: columns j * 8 + quad * 2 and the next.
     const uint32_t weights = ptx::shared_address(&s.input_scale[queries.index][quad * 2]);
@@ -36,7 +36,7 @@ MEGAMOE_DEVICE void index_score(const Task& t) {
 
 #pragma unroll 1
     for (uint32_t i = 0; i < num_pages; ++i) {
-        const WeightPage page(t.slot.weight_page + i);
+        const WeightPage page(t.weight_page() + i);
         wait_or_stop(s, s.weight_full[page.index], page.phase);
         if (i == 0) t.stamp(Stamp::kLoaded);
         const uint32_t a = keys + page.index * (kPageBytes / 16);

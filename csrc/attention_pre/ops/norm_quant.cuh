@@ -38,7 +38,10 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
         const uint32_t column = i * kPassColumns + threadIdx.x * 8;
-        if (column < S::kN) weight[i] = __ldg(t.operand<const uint4>(slots::weight) + column / 8);
+        weight[i] = {};
+        // A load of a constant would be moved behind the barriers, and its latency with it.
+        if (column < S::kN)
+            weight[i] = ptx::load_l2(t.operand<const uint4>(slots::weight) + column / 8);
     }
     if (t.inst().wait_event[0] != kNoCounter) t.wait_inputs();
 #pragma unroll
@@ -99,10 +102,11 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
 #define MEGAMOE_ATTENTION_PARTS_AT_ONCE 6
 #endif
 
-// Eight columns of the sum of a row's parts, in ascending order.
-template <int kPasses>
+// Eight columns of the sum of a row's parts, in ascending order. `meanwhile` runs once, when the
+// first parts have been asked for.
+template <int kPasses, class Meanwhile>
 MEGAMOE_DEVICE void sum_row(float (&v)[kPasses][8], const float* row, uint32_t parts, uint32_t n,
-                            const uint32_t (&column)[kPasses]) {
+                            const uint32_t (&column)[kPasses], const Meanwhile& meanwhile) {
     constexpr int kAtOnce = MEGAMOE_ATTENTION_PARTS_AT_ONCE;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
@@ -121,6 +125,7 @@ MEGAMOE_DEVICE void sum_row(float (&v)[kPasses][8], const float* row, uint32_t p
                     in[i][q][0] = ptx::load_l2(from);
                     in[i][q][1] = ptx::load_l2(from + 1);
                 }
+        if (first == 0) meanwhile();
 #pragma unroll
         for (int q = 0; q < kAtOnce; ++q)
 #pragma unroll
@@ -156,22 +161,23 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
 #pragma unroll
     for (int i = 0; i < kQPasses; ++i)
         if (column[i] < S::kQLora)
-            weight[i] = __ldg(t.operand<const uint4>(slots::q_norm) + column[i] / 8);
-    if (is_latent) weight[kQPasses] = __ldg(t.operand<const uint4>(slots::kv_norm) + at / 8);
+            weight[i] = load_early(t.operand<const uint4>(slots::q_norm) + column[i] / 8);
+    if (is_latent) weight[kQPasses] = load_early(t.operand<const uint4>(slots::kv_norm) + at / 8);
     const int64_t slot = __ldg(t.operand<const int64_t>(slots::slots) + row);
-    float4 cos = {}, sin = {};
-    if (is_rope) {
-        const uint32_t position = __ldg(t.operand<const uint32_t>(slots::positions) + row);
-        const float* table = t.operand<const float>(slots::rope) + uint64_t(position) * kRope +
-                             (at - S::kKvLora) / 2;
-        cos = __ldg(reinterpret_cast<const float4*>(table));
-        sin = __ldg(reinterpret_cast<const float4*>(table + kRope / 2));
-    }
+    const uint32_t position =
+        is_rope ? ptx::load_constant(t.operand<const uint32_t>(slots::positions) + row) : 0;
     t.wait_inputs();
 
     float v[kPasses][8];
+    float4 cos = {}, sin = {};
     sum_row(v, t.operand<const float>(slots::partials) + uint64_t(row) * parts * S::kN, parts,
-            S::kN, column);
+            S::kN, column, [&] {
+                if (!is_rope) return;
+                const float* table = t.operand<const float>(slots::rope) +
+                                     uint64_t(position) * kRope + (at - S::kKvLora) / 2;
+                cos = __ldg(reinterpret_cast<const float4*>(table));
+                sin = __ldg(reinterpret_cast<const float4*>(table + kRope / 2));
+            });
     float q_squares = 0.f, kv_squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)

@@ -5,6 +5,16 @@
 
 namespace megamoe::attention {
 
+// Of what nobody writes during the kernel, asked for where it stands: the compiler moves __ldg to
+// the first use, behind barriers and waits, and its latency with it.
+MEGAMOE_DEVICE uint4 load_early(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
 template <int kLanes = 32>
 MEGAMOE_DEVICE float sum_lanes(float v) {
 #pragma unroll
