@@ -153,6 +153,7 @@ class EchoEngine:
             started=time.monotonic(),
             spans=(
                 Span(0, -1, "gather", 0.0, 80.0),
+                Span(0, 0, "tiles", 300.0, 200.0),  # beside the longer one, as roles are
                 Span(0, 0, "layer", 80.0, 900.0),
                 Span(1, 0, "layer", 90.0, 950.0),
             ),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from service.reports import EngineFault, TelemetrySample
 from tests.service.echo import BOTH, LAYER, EchoEngine
@@ -121,7 +122,9 @@ def test_the_page_in_a_browser(make_running, tmp_path):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    running = make_running(EchoEngine(BOTH))
+    long = "random hidden=6144,heads=64,q_lora=2048,kv_lora=512,nope=192,rope=64,index_heads=32"
+    named = replace(BOTH, attention=replace(BOTH.attention, name=long))
+    running = make_running(EchoEngine(named))
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -145,6 +148,20 @@ def test_the_page_in_a_browser(make_running, tmp_path):
                 let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n;"""
             return browser.execute_script(script, canvas)
 
+        def drawn_as(role: str) -> int:
+            """Pixels of the timeline that have the colour of the legend's entry."""
+            script = """
+                const mark = [...document.querySelectorAll('#roles span')].find(
+                    (span) => span.textContent === arguments[0]).querySelector('i');
+                const wanted = mark.style.backgroundColor.match(/\\d+/g).map(Number);
+                const c = document.getElementById('timeline');
+                const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+                let n = 0;
+                for (let i = 0; i < d.length; i += 4)
+                    n += wanted.every((value, k) => d[i + k] === value);
+                return n;"""
+            return browser.execute_script(script, role)
+
         wait = WebDriverWait(browser, 20)
         wait.until(lambda _: text("state") == "ready")
         wait.until(lambda _: "requests" in text("step-info"))
@@ -152,6 +169,8 @@ def test_the_page_in_a_browser(make_running, tmp_path):
         assert "256" in text("layer")
         assert painted("timeline") > 1000
         assert painted("experts") > 1000
+        for role in ("gather", "layer", "tiles"):
+            assert drawn_as(role) > 500, role
         assert "rank 1 L2" in text("rings")
         assert "2 / 8" in text("rings")
         assert "Gini" in text("load-info")
@@ -160,6 +179,8 @@ def test_the_page_in_a_browser(make_running, tmp_path):
         wait.until(lambda _: "1 sequence ·" in text("attention-info"))
         assert "3 tokens" in text("attention-info")
         assert "1 / 8" in text("pages")
+        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert browser.execute_script(wide) <= 0, "the page is wider than its window"
         # No GPU yet: said to be so, and no chart that shows zeros.
         assert "no reading yet" in text("telemetry-info")
         assert not browser.find_elements(By.CSS_SELECTOR, "#power canvas")

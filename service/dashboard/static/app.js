@@ -4,7 +4,8 @@
 const KEEP = 300;
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const byId = (id) => document.getElementById(id);
-const palette = ["#2563c9", "#c2571a", "#5b7f1f", "#8a4fbf", "#b3261e", "#12808a", "#a37c00"];
+const palette = ["#2563c9", "#c2571a", "#5b7f1f", "#8a4fbf", "#b3261e", "#12808a", "#a37c00",
+  "#c13d86", "#3f4a5c", "#5fa8d3"];
 const points = [];
 const charts = [];
 let state = null;
@@ -129,7 +130,8 @@ function drawTimeline(step) {
         i * row + row / 2);
     }
   });
-  for (const [rank, unit, role, start, length] of spans) {
+  // Roles of a unit overlap: what is short lies on top of what is long, or nobody would see it.
+  for (const [rank, unit, role, start, length] of spans.toSorted((a, b) => b[4] - a[4])) {
     ctx.fillStyle = palette[roles.indexOf(role) % palette.length];
     const y = tracks.indexOf(`${rank}:${unit}`) * row;
     ctx.fillRect(x(start), y + 1, Math.max(1, x(start + length) - x(start)), row - 2);
