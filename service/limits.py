@@ -167,7 +167,9 @@ class _Body:
 
 def too_large(given: str, config: ServiceConfig) -> ServiceError:
     return ServiceError(
-        413, f"the request body has {given} bytes, at most {config.max_body_bytes} are allowed"
+        413,
+        f"the request body has {given} bytes, at most {config.max_body_bytes} are allowed: send "
+        "fewer tokens in a request, or start the service with a larger --max-body-mib",
     )
 
 

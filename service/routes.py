@@ -167,7 +167,8 @@ def make_router(
             raise unavailable(f"the layers are not loaded yet: {engine.status().reason}")
         if name not in models:
             there = " and ".join(repr(known) for known in models)
-            raise ServiceError(404, f"unknown model {name[:64]!r}: this service has {there}")
+            hint = f" (--attention-pre adds {name!r})" if name == attention.name else ""
+            raise ServiceError(404, f"unknown model {name[:64]!r}: this service has {there}{hint}")
         model = models[name]
         if version not in (None, model.version):
             raise ServiceError(

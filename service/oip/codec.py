@@ -104,7 +104,8 @@ def decode_infer(
     try:
         request = _REQUEST_DECODER.decode(body.slice(0, json_bytes).join())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad(f"cannot parse the request JSON: {error}") from None
+        hint = "" if header_length else f" (if binary tensors follow it, send {HEADER_LENGTH})"
+        raise _bad(f"cannot parse the request JSON: {error}{hint}") from None
     except RecursionError:
         raise _bad("cannot parse the request JSON: nested too deeply") from None
 

@@ -38,6 +38,7 @@ def one_input(**changes):
 def test_paths_and_methods(http):
     assert "/nothing" in error_of(http.get("/nothing"), 404)
     assert "unknown model" in error_of(http.get("/v2/models/other"), 404)
+    assert "--attention-pre" in error_of(http.get("/v2/models/attention_pre"), 404)
     assert "unknown model" in error_of(http.post("/v2/models/other/infer", json={}), 404)
     answer = http.get(INFER)
     assert "GET is not allowed" in error_of(answer, 405)
@@ -150,11 +151,15 @@ def test_header_length_that_cuts_the_json(http):
     headers = {"Inference-Header-Content-Length": str(len(body))}
     answer = http.post(INFER, content=body + b"tail", headers=headers)
     assert "4 bytes behind" in error_of(answer, 400)
+    answer = http.post(INFER, content=body + b"tail")
+    assert "send Inference-Header-Content-Length" in error_of(answer, 400)
 
 
 def test_body_size_is_bounded(http, server):
     big = CONFIG.max_body_bytes + 1
-    assert str(big) in error_of(http.post(INFER, content=bytes(big)), 413)
+    message = error_of(http.post(INFER, content=bytes(big)), 413)
+    assert str(big) in message
+    assert "--max-body-mib" in message
 
     def chunks():
         for _ in range(20):
