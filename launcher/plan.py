@@ -123,7 +123,8 @@ def attention_pre(
     queue: Annotated[
         str,
         typer.Option(
-            help="auto (the static one that simulates faster), round_robin, list or dynamic."
+            help="auto (round_robin, or list where it simulates a tenth faster), round_robin, "
+            "list or dynamic."
         ),
     ] = "auto",
     as_json: JsonFlag = False,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,6 +140,23 @@ def test_passes_and_what_they_save(glm):
 # ---------------------------------------------------------------- other workers, rows, keys
 
 
+def test_queues_that_are_estimated_alike_are_round_robin(glm):
+    """The device took 151 µs with round robin here, 210 with the list that looks faster."""
+    plan = Planner(glm, 132).plan(Batch(((8, 65536),) * 16))
+    estimates = plan.estimates_us
+    assert 0.9 * estimates["round_robin"] < estimates["list"] < estimates["round_robin"]
+    assert plan.queues.kind == "round_robin"
+
+
+def test_a_list_that_is_clearly_faster_is_taken(glm, monkeypatch):
+    times = {"round_robin": 100.0, "list": 89.0, "dynamic": 10.0}
+    fake = lambda graph, queues, cost: SimpleNamespace(makespan=times[queues.kind])  # noqa: E731
+    monkeypatch.setattr("megamoe.attention_pre.plan.simulate", fake)
+    assert Planner(glm, 132).plan(PUBLISHED).queues.kind == "list"
+    times["list"] = 91.0
+    assert Planner(glm, 132).plan(PUBLISHED).queues.kind == "round_robin"
+
+
 def test_the_hopper_retile(glm):
     """132 workers: one wave per stage (21 x split-K 6, 128, 128, 128 of N 256, 4 x 32)."""
     plan = Planner(glm, 132).plan(PUBLISHED)
@@ -146,8 +164,7 @@ def test_the_hopper_retile(glm):
     wave = {"B0": 126, "D0": 128, "D1": 128, "D2": 128, "E1": 128, "A0": 16, "B0.final": 16}
     assert {name: tasks[name] for name in wave} == wave
     assert max(tasks.values()) <= 132
-    best = min(plan.estimates_us["round_robin"], plan.estimates_us["list"])
-    assert plan.estimates_us[plan.queues.kind] == best
+    assert plan.queues.kind == "round_robin"
     last = Planner(glm, 132, final="last").plan(PUBLISHED)
     assert "B0.final" not in summarize(last)["tasks_per_stage"]
     assert len(last.graph.events) == 70
