@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,13 @@ class AttentionSource:
         if rest or len(given) < len(names):
             wrong = ", ".join(rest) or ", ".join(n for n, f in names.items() if f not in given)
             raise SpecError(f"--attention-pre {self.text!r}: {wrong}: give {allowed}")
-        return AttentionPreSpec(**given)
+        try:
+            return AttentionPreSpec(**given)
+        except SpecError as e:
+            told = str(e)
+            for name, field in names.items():  # as they were given
+                told = re.sub(rf"\b{field}\b", name, told)
+            raise SpecError(f"--attention-pre {self.text!r}: {told}") from None
 
     def options(self) -> AttentionOptions:
         """For rank 0."""

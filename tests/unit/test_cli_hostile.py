@@ -328,6 +328,10 @@ ATTENTION = "hidden=256,heads=2,q_lora=128,kv_lora=128,nope=64,rope=64,index_hea
         (["--checkpoint", ".", "--weight-dtype", "fp4"], "--weight-dtype fp4: must be fp8 or bf16"),
         (["--random", TINY, "--attention-pre", f"{ATTENTION},heads=4"], "heads is given twice"),
         (
+            ["--random", TINY, "--attention-pre", ATTENTION.replace("nope=", "nope=1")],
+            "nope + rope =",
+        ),
+        (
             ["--random", TINY, "--attention-pre", ATTENTION, "--cache-pages", "99999999"],
             "--cache-pages",
         ),
