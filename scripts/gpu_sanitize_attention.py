@@ -1,9 +1,9 @@
-"""Runs tests of the attention-pre megakernel with line numbers in it, for compute-sanitizer.
+"""Runs tests of attention-pre's kernels with line numbers in them, for compute-sanitizer.
 
-    compute-sanitizer --tool racecheck … python scripts/gpu_sanitize_attention.py [PYTEST ARGUMENTS]
+    compute-sanitizer --tool racecheck … python scripts/gpu_sanitize_attention.py [cmp]
 
-By default each stage alone, prefixes and long queues of a small layer: the tools run instrumented
-code a hundred times slower.
+Of a small layer, since the tools run instrumented code a hundred times slower: of the megakernel
+each stage alone, prefixes and long queues; of the standalone kernels one run in every kind of graph.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import pytest
 from megamoe import jit
 from tests.gpu import test_attention_pre as tests
 
-DEFAULT = ("-k", "stage_alone or prefixes or few_workers")
+MEGAKERNEL = ("tests/gpu/test_attention_pre.py", "-k", "stage_alone or prefixes or few_workers")
+STANDALONE = ("tests/gpu/test_cmp.py", "-k", "agrees_with_the_oracle")
 
 
 def main() -> int:
     """The exit code of pytest."""
     jit._FLAGS = (*jit._FLAGS, "--generate-line-info")
     tests.ROWS = ()  # no kernels but the small layer's
-    arguments = sys.argv[1:] or DEFAULT
-    return pytest.main(["tests/gpu/test_attention_pre.py", "-m", "gpu", "-q", "-x", *arguments])
+    chosen = STANDALONE if sys.argv[1:] == ["cmp"] else MEGAKERNEL
+    return pytest.main([*chosen, "-m", "gpu", "-q", "-x", "-p", "no:cacheprovider"])
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ EXPLAINED = (
         r"\battention::(run_controller|load_scales)\(",
         r"\battention::|\bload_shared2?\(|^megamoe_attention_pre$",
     ),
+    # The same as kernels of their own: scales written by a loader's lanes, announced by its lane 0,
+    # read until lane 0 of each math warp says so.
+    (
+        r"\battention::(WeightScales|load_inputs|load_queries)\b",
+        r"\bload_shared2?\(|\battention::index_score\b|^megamoe_cmp$",
+    ),
     # Scales of inputs: written by the input loader's lanes, read until lane 0 of each math warp
     # says so.
     (r"\battention::InputBlocks::load\(", r"\bload_shared2?\("),
