@@ -31,6 +31,7 @@ _log = logging.getLogger("megamoe.rank")
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 BLIND, SEE = signal.SIGUSR1, signal.SIGUSR2
 """Fault injection: from now on no sensor is read; the sensors are there again."""
+HEARD: Final = (*SIGNALS, BLIND, SEE)
 TICK_S: Final = 0.1
 LIFE_S: Final = 1.0
 STOP_SKEW_S: Final = 0.3
@@ -61,9 +62,9 @@ class _Watch:
         self.off = "" if options.telemetry_s else "--telemetry-interval is 0"
         self.unread = self.off  # why no sensor is read
         self.came: deque[int] = deque()
-        for number in (*SIGNALS, BLIND, SEE):
-            # For those that find a thread older than the mask, as a driver's may be: without a
-            # handler they would end the process.
+        # Handlers, not ``sigtimedwait``: a signal may find a thread that is older than the mask, as
+        # a driver's may be; and interrupted by SIGCONT at its end, CPython's returns stale bytes.
+        for number in HEARD:
             signal.signal(number, lambda number, _: self.came.append(number))
         self.told_at: float | None = None
         self.life_at = 0.0
@@ -85,10 +86,7 @@ class _Watch:
         """Returns when the worker has ended."""
         watching = False
         while worker.is_alive():
-            tick_s = min(TICK_S, self.options.telemetry_s or TICK_S)
-            waited = signal.sigtimedwait((*SIGNALS, BLIND, SEE), tick_s)
-            if waited is not None:
-                self.came.append(waited.si_signo)
+            time.sleep(min(TICK_S, self.options.telemetry_s or TICK_S))
             if self.shared.pids and not watching:
                 watching = True
                 for rank, pid in enumerate(self.shared.pids):
@@ -166,8 +164,8 @@ def run_rank(options: RankOptions, http_pid: int | None) -> int:
     Returns:
         The exit status: 0 only after a stop that was asked for.
     """
-    # Before any thread exists: signals are for ``_Watch`` alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, BLIND, SEE))
+    # Before any thread exists, and only this one takes them again: no step is interrupted.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     shared = Shared()
@@ -175,5 +173,6 @@ def run_rank(options: RankOptions, http_pid: int | None) -> int:
     watch = _Watch(options, rank, shared, http_pid)
     thread = threading.Thread(target=worker.work, name="worker", daemon=True)
     thread.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     watch.run(thread)
     return shared.code

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,12 +65,15 @@ class Supervisor:
         self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="megamoe-", dir=runtime_dir()))
         self.fields = fields
         self.num_ranks = num_ranks
+        self.came: deque[int] = deque()
         numbers = [str(num_ranks), str(max_restarts)]
         self.agent_argv = [sys.executable, "-m", "launcher.serving.agent", *numbers, *argv]
 
     def run(self) -> int:
         """Returns the exit status."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # Not ``sigtimedwait``: interrupted by SIGCONT at its end, CPython's returns stale bytes.
+        for number in SIGNALS:
+            signal.signal(number, lambda number, _: self.came.append(number))
         try:
             return self._run()
         finally:
@@ -82,7 +86,6 @@ class Supervisor:
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C comes to the supervisor alone
-            preexec_fn=_unblock,
         )
 
     def _run(self) -> int:
@@ -97,7 +100,8 @@ class Supervisor:
             while not (self.run_dir / "http.pid").exists():
                 if http.poll() is not None:
                     return http.returncode or EXIT_ERROR
-                if signal.sigtimedwait(SIGNALS, 0.02) or time.monotonic() > deadline:
+                time.sleep(0.02)
+                if self.came or time.monotonic() > deadline:
                     return EXIT_ERROR
             return self._watch(http, agent)
         finally:
@@ -107,8 +111,7 @@ class Supervisor:
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
 
-    @staticmethod
-    def _watch(http: subprocess.Popen[bytes], agent: subprocess.Popen[bytes]) -> int:
+    def _watch(self, http: subprocess.Popen[bytes], agent: subprocess.Popen[bytes]) -> int:
         told = 0
         ending: float | None = None
         agent_told = False
@@ -120,7 +123,9 @@ class Supervisor:
                 agent.terminate()
 
         while http.poll() is None or agent.poll() is None:
-            if signal.sigtimedwait(SIGNALS, 0.1):
+            time.sleep(0.1)
+            while self.came:
+                self.came.popleft()
                 told += 1
                 if http.poll() is None:
                     http.send_signal(signal.SIGTERM)
@@ -139,7 +144,3 @@ class Supervisor:
         if told == 1 and http.returncode == 0:
             return 0
         return http.returncode or agent.returncode or 1
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

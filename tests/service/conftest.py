@@ -30,12 +30,27 @@ def make_running(request):
 
 
 @pytest.fixture(scope="session")
-def served():
-    """The service of ``test_serve_answers.py``, then of ``test_serve_faults.py``, which ends it."""
-    options = ("--fault-injection", "--timeout", str(TIMEOUT_S), "--max-restarts", "4")
-    with Served(*options, "--heartbeat", "0.2", "--progress-timeout", "8") as running:
-        running.wait_ready()
-        yield running
+def services():
+    """Those of ``served``; the last one may have ended."""
+    with contextlib.ExitStack() as stack:
+        started: list[Served] = []
+
+        def present() -> Served:
+            if not started or started[-1].process.poll() is not None:
+                options = ("--fault-injection", "--timeout", str(TIMEOUT_S), "--max-restarts", "4")
+                options += ("--heartbeat", "0.2", "--progress-timeout", "8")
+                started.append(stack.enter_context(Served(*options)))
+            return started[-1]
+
+        yield present
+
+
+@pytest.fixture
+def served(services):
+    """The one service of ``test_serve_answers.py`` and ``test_serve_faults.py``, which ends it."""
+    running = services()
+    running.wait_ready()
+    return running
 
 
 @pytest.fixture

@@ -102,6 +102,16 @@ class Served:
                 for child in process.children(recursive=True):
                     self.seen.setdefault(child.pid, child)
 
+    def running(self, word: str) -> list[psutil.Process]:
+        """Living processes with this word on their command line."""
+        self.note_processes()
+        found = []
+        for process in self.seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and word in process.cmdline():
+                    found.append(process)
+        return found
+
     def client(self):
         import tritonclient.http as oip
 

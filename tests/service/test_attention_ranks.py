@@ -221,8 +221,7 @@ def test_a_restart_of_the_ranks_ends_all_sequences(served):
 @pytest.mark.multirank
 def test_a_killed_http_process_takes_ranks_and_supervisor_with_it(served):
     """The last of the tests that share this service."""
-    served.note_processes()
-    [http] = [p for p in served.seen.values() if p.is_running() and "service" in p.cmdline()]
+    [http] = served.running("service")
     http.kill()
     assert served.wait_exit(30) != 0, served.text()
     served.assert_nothing_left(30)
