@@ -66,12 +66,14 @@ class Group:
         num_ranks: R.
         device: where this rank's tensors live: ``"cpu"`` or ``"cuda:N"``.
         members: its process group; None is the default one, or none where a rank is alone.
+        which: of several groups that a process of thread ranks has.
     """
 
     rank: int
     num_ranks: int
     device: str
     members: Any = None
+    which: int = 0
 
     @property
     def first(self) -> bool:
@@ -116,6 +118,11 @@ class Group:
     def barrier(self) -> None:
         """Collective: returns when every rank has come."""
         self.gather(None)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Collective over all groups of this process, which take turns inside."""
+        yield
 
     def together(self, work: Callable[[], T]) -> T:
         """Collective: runs ``work`` on every rank; if it fails on any, all raise.

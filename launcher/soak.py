@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -58,6 +58,7 @@ class _Tally:
     error: float = 0.0
     waits: int | None = None
     waits_of: int = 0
+    problem: str = ""
     layers: list[dict[str, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     flags: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -72,46 +73,90 @@ class _Tally:
             self.flags.clear()
 
 
-def soak(group: Group, options: SoakOptions, bar: Progress) -> dict[str, Any]:
-    """Collective: runs until the asked number of calls or seconds; the result on every rank."""
+def soak(
+    group: Group, options: SoakOptions, bar: Progress, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Collective: runs until the asked number of calls or seconds.
+
+    Args:
+        group: of the ranks.
+        options: what to do.
+        bar: shows how far it is.
+        keep: gets the result after every round, on the first rank.
+
+    Returns:
+        The result, on every rank.
+    """
     plan = random.Random(options.seed)
     own = random.Random(options.seed * 1_000 + group.rank)
     task = bar.add_task("soak", total=options.calls or None)
-    tally = _Tally()
-    problem, started = "", 0.0
+    tally, found = _Tally(), dict[str, Any]()
+    started = 0.0
     for number in range(options.rounds):
         with ExitStack() as stack:
-            layers = open_layers(group, options, plan, number, stack)
-            batches, error = make_batches(group, options, plan, number, layers)
-            tally.batches += len(batches)
-            tally.error = max(tally.error, error)
-            for rank in range(group.num_ranks if group.device != "cpu" else 0):
-                if rank == group.rank:  # while one thread captures, no other may touch the device
-                    for opened in layers:
-                        capture(opened, batches)
-                group.barrier()
-            group.barrier()
+            with group.alone():
+                if not tally.problem:
+                    layers, batches = _open(group, options, plan, number, tally, stack)
             started = started or time.perf_counter()
             try:
-                for _ in _steps(group, options, plan, own, number, started, layers, batches, tally):
-                    bar.update(task, completed=tally.calls)
-                tally.look()
+                if not tally.problem:
+                    for _ in _steps(
+                        group, options, plan, own, number, started, layers, batches, tally
+                    ):
+                        bar.update(task, completed=tally.calls)
+                    tally.look()
             except PeerTimeout as e:
-                problem = str(e)
-            tally.layers += [o.figures() for o in layers]
-            _count_waits(tally, layers)
-        if any(group.gather(problem)):
-            break
-    seconds = time.perf_counter() - started
+                tally.problem = str(e)
+            with group.alone():
+                if not found.get("problems"):
+                    tally.layers += [o.figures() for o in layers]
+                    _count_waits(tally, layers)
+                    seconds = time.perf_counter() - started
+                    ended = number + 1 == options.rounds
+                    found = _result(group, options, tally, seconds, ended=ended)
+                    tally.problem = "; ".join(found["problems"])
+                    if group.first:
+                        keep(found)
+                stack.close()
+    return found
+
+
+def _open(
+    group: Group,
+    options: SoakOptions,
+    plan: random.Random,
+    number: int,
+    tally: _Tally,
+    stack: ExitStack,
+) -> tuple[list[Opened], list[Batch]]:
+    """A round's layers, batches and graphs; the stack closes the layers."""
+    layers = open_layers(group, options, plan, number, stack)
+    batches, error = make_batches(group, options, plan, number, layers)
+    tally.batches += len(batches)
+    tally.error = max(tally.error, error)
+    for rank in range(group.num_ranks if group.device != "cpu" else 0):
+        if rank == group.rank:  # while one thread captures, no other may touch the device
+            for opened in layers:
+                capture(opened, batches)
+        group.barrier()
+    group.barrier()
+    return layers, batches
+
+
+def _result(
+    group: Group, options: SoakOptions, tally: _Tally, seconds: float, *, ended: bool
+) -> dict[str, Any]:
+    """Collective: what has happened so far."""
     mine: dict[str, Any] = {
         "wrong": tally.wrong[:20],
         "num_wrong": len(tally.wrong),
-        "problem": problem,
+        "problem": tally.problem,
         "waits": tally.waits,
     }
     every = group.gather(mine)
     problems = [f"rank {r}: {m['problem']}" for r, m in enumerate(every) if m["problem"]]
     return {
+        "ended": ended,
         "ranks": group.num_ranks,
         "calls": tally.calls,
         "graph_replays": tally.replays,
@@ -127,7 +172,7 @@ def soak(group: Group, options: SoakOptions, bar: Progress) -> dict[str, Any]:
         "rounds": options.rounds,
         "batches": tally.batches,
         "max_rel_err": tally.error,
-        "layers": tally.layers,
+        "layers": list(tally.layers),
         "wrong": sum(m["num_wrong"] for m in every),
         "first_wrong": [f"rank {r}: {w}" for r, m in enumerate(every) for w in m["wrong"]][:20],
         "problems": problems,

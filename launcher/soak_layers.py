@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ class SoakOptions:
         seed: of the plan.
         backend: of the layers.
         timeout_s: limit of each wait inside a call.
+        workers: of a rank; 0 takes every core or SM.
+        traced: on GPUs, a build that records waits.
     """
 
     spec: MoESpec
@@ -51,6 +54,8 @@ class SoakOptions:
     seed: int
     backend: Backend
     timeout_s: float
+    workers: int
+    traced: bool
 
 
 @dataclass
@@ -96,6 +101,8 @@ def open_layers(
     from megamoe.layer import open_layer
     from megamoe.weights import random_experts
 
+    # Read as a layer opens; groups of one process open theirs one after the other.
+    os.environ["MEGAMOE_TRACE"] = str(int(options.traced))
     layers = []
     for config in _configs(group, options, plan):
         layer = group.together(
@@ -115,7 +122,7 @@ def _configs(group: Group, options: SoakOptions, plan: random.Random) -> list[Ep
         num_ranks=group.num_ranks,
         max_tokens=options.tokens,
         block_m=8,
-        num_workers=2 if group.device == "cpu" else 0,
+        num_workers=options.workers,
         timeout_s=options.timeout_s,
     )
     most = base.max_blocks(options.spec)
@@ -208,6 +215,7 @@ def capture(opened: Opened, batches: list[Batch]) -> None:
     for pattern in range(len(_PATTERNS)):
         held = [t.clone() for t in next(b for b in batches if b.pattern == pattern).inputs]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream()  # torch's own is of the first GPU that captured
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             y = opened.layer.run(held[0], held[1], held[2])
         opened.graphs.append((graph, held, y))

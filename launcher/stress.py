@@ -111,6 +111,9 @@ def command(
         bool,
         typer.Option("--threads", help="Ranks are threads that share a GPU, not processes."),
     ] = False,
+    groups: Annotated[
+        int, typer.Option(min=1, help="Soaks at once, each of --ranks threads; see --threads.")
+    ] = 1,
     traced: Annotated[
         bool,
         typer.Option("--traced", help="On GPUs a build that records waits for free blocks."),
@@ -162,18 +165,24 @@ def command(
                     misses=misses,
                     layers=layers,
                     rounds=rounds,
-                    seed=seed,
+                    seed=seed + group.which,
                     backend=options.backend,
                     timeout_s=timeout,
+                    workers=options.workers or _share_of_sms(group, groups),
+                    # Of several groups the last, so that the plain build has its soaks, too.
+                    traced=traced and group.which == groups - 1,
                 ),
             )
         return _stress(group, options)
 
+    if groups > 1 and not (threads and (calls or soak_s)):
+        with errors_to_exit(debug=debug):
+            raise SpecError("--groups is for soaks (--calls, --soak) of --threads")
     if threads:
         from launcher.thread_ranks import run_in_threads
 
         with errors_to_exit(debug=debug):
-            code = run_in_threads(ranks or _RANKS, backend, work)
+            code = run_in_threads(ranks or _RANKS, backend, work, groups=groups)
         raise typer.Exit(code)
     run_in_group(
         context, "launcher.stress", ranks, work, default_ranks=_RANKS, backend=backend, debug=debug
@@ -257,15 +266,31 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(rest.removesuffix("}").rstrip("\n") + comma + body + "\n}\n")
 
 
+def _share_of_sms(group: Group, groups: int) -> int:
+    """SMs of a rank where several groups run at once; 0 leaves it to the layer."""
+    if groups == 1 or group.device == "cpu":
+        return 0
+    import torch
+
+    per_gpu = -(-group.num_ranks // torch.cuda.device_count()) * groups
+    return torch.cuda.get_device_properties(group.device).multi_processor_count // per_gpu
+
+
 def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
-    with progress(shown=group.first and not options.json) as bar:
-        found = soak(group, asked, bar)
+    meta = run_meta(spec=asdict(options.spec)) if group.first and options.output else {}
+
+    def keep(found: dict[str, Any]) -> None:
+        """In the place of what this soak had before; soaks of other groups and runs stay."""
+        if options.output is None:
+            return
+        before = _read(options.output)
+        of = meta["date"], found["seed"]
+        others = [s for s in before.get("soaks", []) if (s["meta"].get("date"), s["seed"]) != of]
+        _write(options.output, {**before, "soaks": [*others, {"meta": meta, **found}]})
+
+    with progress(shown=group.first and group.which == 0 and not options.json) as bar:
+        found = soak(group, asked, bar, keep)
     if group.first:
-        if options.output is not None:
-            before = _read(options.output)
-            meta = run_meta(spec=asdict(options.spec))
-            soaks = [*before.get("soaks", []), {"meta": meta, **found}]
-            _write(options.output, {**before, "soaks": soaks})
         if options.json:
             print_json(found)
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from launcher.ranks import Group
+from megamoe.errors import MegaMoeError
 from megamoe.spec import EpConfig, MoESpec
 
 if TYPE_CHECKING:
@@ -239,15 +240,17 @@ def _row(
 
 def pressure(layer: MoELayer, counters: Counters) -> tuple[int | None, int | None, int | None]:
     """Waits for a free block, and the most blocks in use of both rings: counted, or traced."""
-    from megamoe.backends.trace import trace_wanted
-
-    if counters.backpressure_events is not None or not trace_wanted():
-        return counters.backpressure_events, counters.high_water_l1, counters.high_water_l2
     import numpy as np
 
     from launcher.moe_trace import ring_depth
 
-    trace = layer.trace()
+    counted = counters.backpressure_events, counters.high_water_l1, counters.high_water_l2
+    if counters.backpressure_events is not None:
+        return counted
+    try:
+        trace = layer.trace()
+    except MegaMoeError:  # not a traced build
+        return counted
     free = [trace.tags.index(tag) for tag in ("l1_empty", "l2_empty")]
     waited = int(np.isin(trace.of("wait")["a"], free).sum())
     l1, l2 = (ring_depth(trace, ring)[1] for ring in ("l1", "l2"))

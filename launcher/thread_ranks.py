@@ -1,16 +1,17 @@
-"""Groups whose ranks are threads of one process, on one GPU or on CPUs.
+"""Groups whose ranks are threads of one process, on GPUs or on CPUs.
 
-Processes that share a GPU take turns on it, a few milliseconds each. Threads share it: each has a
+Processes that share a GPU take turns on it, many milliseconds each. Threads share it: each has a
 stream and its part of the SMs, so that kernels of all ranks run at the same time, and thousands of
 calls take seconds. Windows are then plain device memory, not the symmetric memory of processes.
+Rank r has GPU r mod N. Several groups of a process know nothing of each other but the GPUs.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +30,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ThreadGroup(Group):
-    """A thread's view of its group; ``members`` is the ``LocalGroup``."""
+    """A thread's view of its group; ``members`` is the ``LocalGroup``.
+
+    Attributes:
+        groups: how many groups this process has.
+        meeting: of the threads of all groups.
+    """
+
+    groups: int = 1
+    meeting: threading.Barrier | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Collective over all groups of this process, which take turns inside."""
+        for turn in range(self.groups):
+            if self.meeting is not None:
+                self.meeting.wait()
+            if turn == self.which:
+                yield
+        if self.meeting is not None:
+            self.meeting.wait()
 
     def gather(self, value: T) -> list[T]:
         """Collective: every rank's value itself, by rank: none is copied."""
@@ -58,13 +78,16 @@ class ThreadGroup(Group):
         return torch.cat(parts) if self.first else None
 
 
-def run_in_threads(num_ranks: int, backend: str, work: Callable[[Group], int]) -> int:
+def run_in_threads(
+    num_ranks: int, backend: str, work: Callable[[Group], int], *, groups: int = 1
+) -> int:
     """Runs ``work`` once per rank, each in a thread with a stream of its own.
 
     Args:
-        num_ranks: R.
+        num_ranks: R of a group.
         backend: ``"cpu"`` keeps ranks off the GPUs.
         work: gets the group; returns the exit code.
+        groups: how many groups run at once.
 
     Returns:
         The largest code.
@@ -79,20 +102,28 @@ def run_in_threads(num_ranks: int, backend: str, work: Callable[[Group], int]) -
     # share a queue wait for each other; both would wait for a rank that waits for them.
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    members = LocalGroup(num_ranks)
-    codes: dict[int, int] = {}
+    members = [LocalGroup(num_ranks) for _ in range(groups)]
+    meeting = threading.Barrier(num_ranks * groups)
+    codes: list[int] = []
     errors: list[BaseException] = []
 
-    def body(rank: int) -> None:
+    def body(which: int, rank: int) -> None:
         try:
             device = device_of(rank, backend)
+            own = ThreadGroup(rank, num_ranks, device, members[which], which, groups, meeting)
             with _stream(device):
-                codes[rank] = work(ThreadGroup(rank, num_ranks, device, members))
+                codes.append(work(own))
         except BaseException as e:  # noqa: BLE001 - raised below, in the caller's thread
             errors.append(e)
-            members.abort()
+            meeting.abort()
+            for group in members:
+                group.abort()
 
-    threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(num_ranks)]
+    threads = [
+        threading.Thread(target=body, args=(g, r), daemon=True)
+        for g in range(groups)
+        for r in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +132,7 @@ def run_in_threads(num_ranks: int, backend: str, work: Callable[[Group], int]) -
     causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
     for error in (*causes, *errors):
         raise error
-    return max(codes.values())
+    return max(codes)
 
 
 def _stream(device: str) -> Any:

@@ -408,14 +408,17 @@ class CudaSession:
 
     def stamps(self) -> Tensor:
         """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
         if self._trace_buffer is None:
             raise MegaMoeError(NOT_TRACED)
         return self._trace_buffer.cpu()
 
     def trace_events(self) -> LayerTrace:
-        """Events of the last call; with ``MEGAMOE_TRACE=1``."""
-        torch.cuda.synchronize(self._device)
+        """Events of the last call of the current stream; with ``MEGAMOE_TRACE=1``.
+
+        Not of the device: kernels of other ranks on it may wait for this rank's next call.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
         if self._trace_buffer is None:
             raise MegaMoeError(NOT_TRACED)
         recorded = self._trace_recorded.cpu().numpy().view("uint32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -233,3 +234,51 @@ def test_rows_of_threads_are_collected_on_the_first():
     assert found[1] is None
     assert found[2] is None
     assert found[0].tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+
+
+def test_groups_of_threads_soak_at_once(app, tmp_path):
+    """Each group has a seed of its own; they take turns where they open, close and write."""
+    out = tmp_path / "stress.json"
+    args = ["--threads", "--ranks", "2", "--groups", "3", "--calls", "30", "--rounds", "2"]
+    result = CliRunner().invoke(app, [*args, "--seed", "5", "--output", str(out), *SMALL])
+    assert result.exit_code == 0, result.output
+    soaks = json.loads(out.read_text())["soaks"]
+    assert sorted(s["seed"] for s in soaks) == [5, 6, 7]
+    assert all(s["ok"] and s["ended"] and s["calls"] >= 30 for s in soaks)
+    drawn = {json.dumps([x["ring_blocks_l1"] for x in s["layers"]]) for s in soaks}
+    assert len(drawn) == 3
+    alone = CliRunner().invoke(app, ["--ranks", "2", "--groups", "3", *SMALL])
+    assert alone.exit_code == 2
+
+
+def test_groups_take_turns():
+    inside, most, turns = [], [], []
+    lock = threading.Lock()
+
+    def work(group):
+        for _ in range(3):
+            with group.alone():
+                with lock:
+                    inside.append(group.which)
+                    most.append(len(set(inside)))
+                    turns.append(group.which)
+                group.barrier()
+                with lock:
+                    inside.remove(group.which)
+                group.barrier()
+        return 0
+
+    assert run_in_threads(2, "cpu", work, groups=3) == 0
+    assert max(most) == 1
+    assert turns == [0, 0, 1, 1, 2, 2] * 3
+
+
+def test_what_a_thread_of_one_group_raises_ends_the_other_groups():
+    def work(group):
+        with group.alone():
+            if (group.which, group.rank) == (1, 0):
+                raise ValueError("of group 1")
+        return 0
+
+    with pytest.raises(ValueError, match="of group 1"):
+        run_in_threads(2, "cpu", work, groups=3)
