@@ -22,6 +22,7 @@ import pytest
 from launcher.serving.worker import Shared, Worker
 from service import ipc
 from service.engine import EngineUnavailable
+from tests.service.fake_group import open_group, request, serving, until
 from tests.service.served import (
     ROOT,
     SHAPE,
@@ -32,7 +33,6 @@ from tests.service.served import (
     output_bits,
     same,
 )
-from tests.service.test_remote import open_group, request, serving, until
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(180)]
 
