@@ -248,6 +248,20 @@ def test_sensors_that_cannot_be_read_any_more_are_absent(served):
     wait_until(lambda: readings(served, 1) > 5, 3, served)
 
 
+def test_a_gpu_rank_that_is_stopped_and_continued_goes_on(served):
+    case = tensors(*call(9))
+    want, _ = infer_moe(served.url, **case)
+    generation = served.metric("megamoe_group_generation")
+    for rank in (1, 0):
+        served.fault(rank, "stop")
+        time.sleep(0.3)
+        served.fault(rank, "continue")
+    time.sleep(0.5)
+    assert served.ready(), served.text()
+    assert served.metric("megamoe_group_generation") == generation
+    assert_bitwise(infer_moe(served.url, **case)[0], want)
+
+
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_killed_gpu_rank_is_named_and_the_group_comes_back(served, rank):
     case = tensors(*call(2))
