@@ -125,7 +125,10 @@ class GroupKeeper:
             raise EngineUnavailable(f"no group of ranks: {self._reason}")
         if rank not in self._group.ranks:
             raise ValueError(f"rank = {rank}: must be in 0..{self._group.num_ranks - 1}")
-        signal.pidfd_send_signal(self._group.ranks[rank].pidfd, _ACTIONS[action])
+        try:
+            signal.pidfd_send_signal(self._group.ranks[rank].pidfd, _ACTIONS[action])
+        except ProcessLookupError:  # the word of its death is on its way
+            raise EngineUnavailable(f"rank {rank} died") from None
 
     async def close(self, limit_s: float) -> None:
         """Tells the ranks to stop, waits for their exit, and frees everything."""

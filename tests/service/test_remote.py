@@ -288,5 +288,9 @@ def test_fault_injection_reaches_the_process():
             state = Path(f"/proc/{group.processes[0].pid}/stat")
             await until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
             engine.inject_fault(0, "continue")
+            group.processes[1].kill()
+            group.processes[1].wait()
+            with pytest.raises(EngineUnavailable, match="rank 1 died"):
+                engine.inject_fault(1, "stop")
 
     asyncio.run(main())
