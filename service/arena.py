@@ -185,7 +185,7 @@ class Arena:
             free = shutil.disk_usage(FOLDER).free
             raise ArenaError(
                 f"the requests' tensors need {nbytes} bytes of {FOLDER}, {free} are free: "
-                f"lower queue_tokens, or mount a larger {FOLDER}"
+                f"lower --queue-tokens, or mount a larger {FOLDER}"
             ) from error
 
     @classmethod
