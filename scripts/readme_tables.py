@@ -289,7 +289,7 @@ def stress() -> list[str]:
     body, sources = [], []
     for path in sorted(RESULTS.glob("stress_*.json")):
         found = json.loads(path.read_text())
-        rows, run = found["rows"], path.stem.removeprefix("stress_")
+        rows, run = found["rows"], path.stem.removeprefix("stress_").replace("_", ", ")
         soaks = found.get("soaks", [])
         if rows or soaks:
             sources.append(source(found, path.name))
@@ -303,9 +303,14 @@ def stress() -> list[str]:
             body.append([*line, cell(max(errors, default=None), ".1e")])
         for soak in soaks:
             what = f"{soak['calls']} calls, {soak['graph_replays']} of them graph replays"
-            what += f", {soak['late_ranks']} late ranks"
+            what += f", {soak['late_ranks']} late ranks, {soak['seconds']:.0f} s"
+            if "reused" in soak:
+                what += f"; slots used again in {soak['reused']} calls"
             line = [f"{run}, soak", str(soak["ranks"]), what, str(soak["calls"] - soak["wrong"])]
-            body.append([*line, "–", cell(soak["max_rel_err"], ".1e")])
+            waits = soak.get("backpressure", {})
+            known = waits.get("events") is not None
+            pressed = f"{waits['events']} waits in {waits['of_calls']} calls" if known else "–"
+            body.append([*line, pressed, cell(soak["max_rel_err"], ".1e")])
     if not sources:
         return ["*Not measured yet.*"]
     columns = ("run", "ranks", "what", "same bits", "with back-pressure", "largest error")
