@@ -22,6 +22,7 @@ from megamoe.backends.base import Counters, hopper_available, need_same_layer
 from megamoe.backends.cuda_build import (
     BOXES,
     MoEParams,
+    check_params,
     compile_moe,
     cuda_config,
 )
@@ -251,7 +252,8 @@ class CudaSession:
 
         def put(field: str, data: bytes) -> None:
             target = getattr(params, field)
-            assert len(target) == len(data), f"{field}: {len(data)} bytes for {len(target)}"
+            size = ctypes.sizeof(target)
+            assert size == len(data), f"{field}: {len(data)} bytes for {size}"
             ctypes.memmove(target, data, len(data))
 
         for field, w in zip(("w1", "w2"), self._w, strict=True):
@@ -278,9 +280,7 @@ class CudaSession:
         put("layout", native.window_layout_bytes(self._shape))
         for rank, base in enumerate(self._window.bases):
             params.bases[rank] = base
-        size = cubin.constant("megamoe_moe_param_bytes")
-        # The compiled structure is padded to the 64 bytes that tensor maps need.
-        assert -(-ctypes.sizeof(params) // 64) * 64 == size, (ctypes.sizeof(params), size)
+        check_params(cubin)
         return params
 
     # ------------------------------------------------------------ weights and calls

@@ -15,7 +15,7 @@ from megamoe import jit, native
 from megamoe.errors import SpecError
 from megamoe.spec import MAX_RANKS, EpConfig, MoESpec
 
-__all__ = ["BOXES", "MoEParams", "compile_moe", "cuda_config"]
+__all__ = ["BOXES", "MoEParams", "check_params", "compile_moe", "cuda_config"]
 
 BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128)
 """Rows of a box of activations; each has tensor maps of its own."""
@@ -25,7 +25,7 @@ _MANY_TOKENS: Final = 4096
 
 
 class MoEParams(ctypes.Structure):
-    """``MoEParams`` of csrc/moe/params.cuh; its size is checked against the compiled one."""
+    """``MoEParams`` of csrc/moe/params.cuh; ``check_params`` compares them."""
 
     _fields_ = (
         ("w1", ctypes.c_uint8 * 128),
@@ -33,7 +33,7 @@ class MoEParams(ctypes.Structure):
         ("x", ctypes.c_uint8 * (128 * len(BOXES))),
         ("h", ctypes.c_uint8 * (128 * len(BOXES))),
         ("shape", ctypes.c_uint8 * (4 * len(native.describe()["shape_fields"]))),
-        ("layout", ctypes.c_uint8 * (24 * len(native.describe()["regions"]) + 8)),
+        ("layout", ctypes.c_uint64 * (3 * len(native.describe()["regions"]) + 1)),
         ("rank", ctypes.c_uint32),
         ("num_tokens", ctypes.c_uint32),
         ("timeout_ns", ctypes.c_uint64),
@@ -49,6 +49,16 @@ class MoEParams(ctypes.Structure):
         ("trace", ctypes.c_uint64),
         ("bases", ctypes.c_uint64 * MAX_RANKS),
     )
+
+
+def check_params(cubin: jit.Cubin) -> None:
+    """That the kernel's parameters lie where ``MoEParams`` has them."""
+    # The compiled structure is padded to the 64 bytes that tensor maps need.
+    size = -(-ctypes.sizeof(MoEParams) // 64) * 64
+    here = size, MoEParams.layout.offset, MoEParams.rank.offset, MoEParams.bases.offset
+    names = "param_bytes", "layout_offset", "rank_offset", "bases_offset"
+    compiled = tuple(cubin.constant(f"megamoe_moe_{name}") for name in names)
+    assert here == compiled, f"{names}: {here} here, {compiled} in the kernel"
 
 
 def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
