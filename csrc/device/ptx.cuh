@@ -135,6 +135,9 @@ MEGAMOE_DEVICE uint32_t fetch_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
 }
 MEGAMOE_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+MEGAMOE_DEVICE void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 // Data that other SMs or peers write during the kernel: past the L1 cache.
 MEGAMOE_DEVICE uint4 load_streaming(const void* p) {
     uint4 v;

@@ -88,6 +88,13 @@ struct TraceLog {
     MEGAMOE_DEVICE void job_ready(uint32_t job) {
         job_done[job] = uint32_t(ptx::now_ns() - begun[uint32_t(TraceKind::kPull)]);
     }
+    // A row that a math warp has copied: one lane of any of them, on the math warps' track.
+    MEGAMOE_DEVICE void row_ready(uint32_t block, uint32_t rows, uint32_t source) {
+        const uint64_t at = ptx::now_ns();
+        const auto role = TraceRole::kMath;
+        put(role, atomicAdd(&recorded[uint32_t(role)], 1), TraceKind::kRows, at, at, block, rows,
+            source);
+    }
     // The batch's events: its rows, a lane each, and itself. All lanes.
     template <class Jobs>
     MEGAMOE_DEVICE void end_jobs(const Jobs& jobs, uint32_t first, uint32_t n, uint32_t ready) {
@@ -122,6 +129,7 @@ struct TraceLog<false> {
     MEGAMOE_DEVICE uint32_t block_of_task(uint32_t) const { return 0; }
     MEGAMOE_DEVICE void note_job(uint32_t, uint32_t, uint32_t) {}
     MEGAMOE_DEVICE void job_ready(uint32_t) {}
+    MEGAMOE_DEVICE void row_ready(uint32_t, uint32_t, uint32_t) {}
     template <class Jobs>
     MEGAMOE_DEVICE void end_jobs(const Jobs&, uint32_t, uint32_t, uint32_t) {}
     MEGAMOE_DEVICE void close(const TraceBuffers*) const {}

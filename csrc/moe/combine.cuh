@@ -76,6 +76,7 @@ MEGAMOE_DEVICE void combine(const MoEParams& p, SharedStorage& s) {
         const bool routed =
             lane < p.shape.topk && __ldg(p.topk_idx + uint64_t(token) * p.shape.topk + lane) >= 0;
         const uint32_t routes = __ballot_sync(~0u, routed);
+        if (lane == 0) ptx::prefetch_l2(p.topk_weight + uint64_t(token) * p.shape.topk);
         uint32_t* arrived = p.word(Region::kTokenArrived, token);
         uint32_t ok = 0;
         if (lane == 0)

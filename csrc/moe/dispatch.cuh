@@ -114,8 +114,8 @@ MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
     uint32_t last = 0;
     if (threadIdx.x == 0) {
         ptx::fence_sys();
-        last = ptx::fetch_add_acq_rel_gpu(&p.control(p.rank).barrier.value, 1) + 1 ==
-               s.call.epoch * gridDim.x;
+        // Relaxed: the fences before and after it order more.
+        last = atomicAdd(&p.control(p.rank).barrier.value, 1) + 1 == s.call.epoch * gridDim.x;
         ptx::fence_sys();
     }
     if (!ptx::from_lane_0(last)) return;
@@ -201,6 +201,19 @@ MEGAMOE_DEVICE RowSource row_source(const MoEParams& p, SharedStorage& s, uint32
     const RouteTable table(p.shape, p.rank, p.num_tokens, s.count, s.begin);
     return table.source(expert, row,
                         [&](uint32_t peer) { return p.route(p.rank, s.call.epoch & 1, peer); });
+}
+
+// The expert, in the order of the walks, that `i` belongs to: begin[found] <= i < begin[found + 1].
+MEGAMOE_DEVICE uint32_t expert_of(const MoEParams& p, const uint32_t* begin, uint32_t i) {
+    uint32_t low = 0, high = p.shape.total_experts();
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (begin[middle] <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 }  // namespace megamoe::moe

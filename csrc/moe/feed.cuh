@@ -3,6 +3,7 @@
 // way before any wait.
 #pragma once
 
+#include "moe/dispatch.cuh"
 #include "moe/phased.cuh"
 
 namespace megamoe::moe {
@@ -20,20 +21,46 @@ MEGAMOE_DEVICE bool wait_stage(SharedStorage& s, const Cursor<kStages>& at, Trac
     return wait(s.stage_empty[at.slot], at.phase, s.call) && !stopped(s.call);
 }
 
+// Tiles of tickets. With waves of one block they are worked out; the walk takes microseconds to a
+// first tile, since it passes every expert, active or not.
+class Tiles {
+  public:
+    MEGAMOE_DEVICE Tiles(const MoEParams& p, SharedStorage& s)
+        : p_(p), s_(s), walks_(p.shape.wave_blocks > 1) {
+        if (walks_) new (s.tile_walk) Walk(p.shape, SharedRows{s.rows});
+    }
+    // Tickets must not decrease.
+    MEGAMOE_DEVICE Tile seek(uint32_t ticket) {
+        if (walks_) return reinterpret_cast<Walk*>(s_.tile_walk)->seek(ticket);
+        const Place at = place_of_ticket(ticket, s_.call.num_blocks, linear1_ahead(p_.shape),
+                                         kL1Tiles, kL2Tiles);
+        if (at.kind == TileKind::kDone) return {TileKind::kDone, 0, 0, 0, 0, 0};
+        const uint32_t found = expert_of(p_, s_.block_begin, at.block);
+        const uint32_t expert = expert_at(p_, found), block_m = p_.shape.block_m;
+        const uint32_t row = (at.block - s_.block_begin[found]) * block_m;
+        return {at.kind, expert, at.block, row, min(s_.rows[expert] - row, block_m), at.n};
+    }
+
+  private:
+    using Walk = TileWalk<SharedRows>;
+    const MoEParams& p_;
+    SharedStorage& s_;
+    bool walks_;
+};
+
 // One thread.
 MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w1);
     ptx::prefetch_map(p.w2);
-    using Walk = TileWalk<SharedRows>;
-    Walk& walk = *new (s.tile_walk) Walk(p.shape, SharedRows{s.rows});
+    Tiles tiles(p, s);
     uint32_t* tickets = &p.control(p.rank).ticket.value;
     Cursor<kStages> at;
     Cursor<kTaskSlots> slot;
     at.phase = slot.phase = 1;  // free at first
     uint32_t fills = 0;
-    uint32_t ticket = atomicAdd(tickets, 1);
+    uint32_t ticket = blockIdx.x;  // the first is dealt, and its weights wait for no answer
     while (true) {
-        const Tile tile = walk.seek(ticket);
+        const Tile tile = tiles.seek(ticket);
         // Always comes: whatever happens, the roles finish the tasks they have.
         while (!ptx::try_wait(s.task_empty[slot.slot], slot.phase)) {
         }
@@ -53,6 +80,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         task.box = box_for(tile.num_rows);
         task.l1 = l1_slot(p.shape, q);
         task.l2 = l2_slot(p.shape, q);
+        task.l2_is_free = tile.block < p.shape.ring_l2;
         s.call.trace.note_task(slot.slot, tile.block);
 
         const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
@@ -75,7 +103,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
-            if (kb == take_at) ticket = atomicAdd(tickets, 1);
+            if (kb == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
             ++fills;
@@ -111,9 +139,11 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
             ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
                            p, s.call, p.word(Region::kL1Full, task.l1.slot), task.l1.ready_target,
                            {Role::kMath, phase, Tag::kL1Full, blockIdx.x, p.rank, task.l1.slot});
-            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
-                           p, s.call, p.word(Region::kL2Empty, task.l2.slot), task.l2.free_target,
-                           {Role::kMath, phase, Tag::kL2Empty, blockIdx.x, p.rank, task.l2.slot});
+            if (!task.l2_is_free)
+                ok = ok &&
+                     wait_word<Compare::kReached, Scope::kGpu>(
+                         p, s.call, p.word(Region::kL2Empty, task.l2.slot), task.l2.free_target,
+                         {Role::kMath, phase, Tag::kL2Empty, blockIdx.x, p.rank, task.l2.slot});
         } else {  // hand-off 6
             ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
                            p, s.call, p.word(Region::kL2Full, task.l2.slot), task.l2.ready_target,

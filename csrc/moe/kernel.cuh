@@ -3,6 +3,7 @@
 //   warps   role                                            file
 //   all     stage rows                                      stage.cuh
 //   all     list routes, publish and receive counts         dispatch.cuh
+//   0-7     a small call's rows                             pull.cuh
 //   0-7     math: Linear 1, SwiGLU, Linear 2, combine       math.cuh and what it includes
 //   8       tickets, tasks, weights                         feed.cuh
 //   9       activations                                     feed.cuh
@@ -20,7 +21,26 @@
 
 namespace megamoe::moe {
 
-MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s) {
+// What a call begins with, from memory: asked for before tokens are staged.
+struct Opening {
+    uint32_t abort = 0, epoch = 0;
+    uint64_t block_base = 0;
+    MEGAMOE_DEVICE explicit Opening(const MoEParams& p) {
+        // Routes and the protocol's words: weights have driven them out of L2.
+        const uint64_t byte = thread_of_call() * kLineBytes;
+        const uint64_t routes = uint64_t(p.num_tokens) * p.shape.topk * 4;
+        if (byte < routes) ptx::prefetch_l2(reinterpret_cast<const uint8_t*>(p.topk_idx) + byte);
+        if (byte < p.layout.clear_end() - p.layout.clear_begin())
+            ptx::prefetch_l2(p.bases[p.rank] + p.layout.clear_begin() + byte);
+        if (threadIdx.x != 0) return;
+        const volatile Control& control = p.control(p.rank);  // loaded here, not where it is used
+        abort = control.abort.value;
+        epoch = control.epoch.value;
+        block_base = control.block_base.value;
+    }
+};
+
+MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s, const Opening& opening) {
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < kStages; ++i) {
             ptx::barrier_init(s.stage_full[i], 2);  // weights, activations
@@ -34,10 +54,9 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s) {
         for (uint32_t i = 0; i < kPullBuffers; ++i) ptx::barrier_init(s.pull_full[i], 1);
         ptx::barrier_init(s.rows_ready, 1);
         ptx::barrier_init_fence();
-        const Control& control = p.control(p.rank);
-        s.call.stop = ptx::load_relaxed_sys(&control.abort.value) != 0 ? kStopPeer : 0;
-        s.call.epoch = control.epoch.value + 1;
-        s.call.block_base = control.block_base.value;
+        s.call.stop = opening.abort != 0 ? kStopPeer : 0;
+        s.call.epoch = opening.epoch + 1;
+        s.call.block_base = opening.block_base;
         s.fills[0] = s.fills[1] = 0;
         s.call.trace = Trace{};
         s.call.trace.open(p.trace);
@@ -68,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     // Facts of the compiler, not of a run.
     if (ptx::shared_address(s.w) != kWAddress || ptx::shared_address(s.x) != kXAddress) __trap();
     const TraceArrival arrival = TraceArrival::now();
+    const Opening opening(p);
     stage_call(p);
-    init(p, s);
+    init(p, s, opening);
     if (threadIdx.x == 0) s.call.trace.begin_call(arrival, p.stage_x != nullptr, p.num_tokens);
     if (stopped(s.call)) return;  // given up before: only reset() mends that
     RouteLister(p, s).run();
@@ -95,7 +115,10 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
         }
     } else {
         ptx::grow_registers<kMathRegisters>();
-        if (go) math(p, s);
+        if (go) {
+            FirstRows(p, s).run();
+            math(p, s);
+        }
     }
     __syncthreads();
     if (threadIdx.x != 0) return;

@@ -3,51 +3,67 @@
 // A row travels as pieces of at most 4 KB, peer -> shared memory -> ring, with three pieces
 // on their way in while a fourth is on its way out. Rows are announced a few pieces later, when
 // their last piece has been written; all are announced before the warp blocks on a ring slot,
-// because that slot may depend on them.
+// because that slot may depend on them. In a small call the math warps, which have nothing to do
+// yet, copy the rows instead.
 #pragma once
 
 #include "moe/dispatch.cuh"
 
 namespace megamoe::moe {
 
+struct FoundRow {
+    PullJob job;
+    uint32_t block, source;
+};
+// A row of the call: its expert, by bisection, and its place in the ring.
+MEGAMOE_DEVICE FoundRow find_row(const MoEParams& p, SharedStorage& s, uint32_t row) {
+    const uint32_t at = expert_of(p, s.row_begin, row), expert = expert_at(p, at);
+    const uint32_t block_m = p.shape.block_m, of_expert = row - s.row_begin[at];
+    const RowSource from = row_source(p, s, expert, of_expert);
+    const uint32_t block = s.block_begin[at] + of_expert / block_m, in_block = of_expert % block_m;
+    const L1Slot slot = l1_slot(p.shape, s.call.block_base + block);
+    const bool last = of_expert + 1 == s.rows[expert];  // brings the block's padding with it
+    return {{p.at(from.rank, Region::kInput, from.token),
+             p.at(from.rank, Region::kInputScale, from.token), in_block,
+             uint16_t(last ? block_m - in_block : 1), block < p.shape.ring_l1, slot.slot,
+             slot.free_target},
+            block,
+            from.rank};
+}
+
+// Rows that the math warps copy before their first tile: all of a small call's, which then arrive
+// sooner, or none. Those beyond the ring's first turn would have to wait, which a math warp must
+// not.
+inline constexpr uint32_t kFirstRows = 2;  // of a warp
+MEGAMOE_DEVICE uint32_t first_rows(const MoEParams& p, const SharedStorage& s) {
+    const uint32_t rows = s.row_begin[p.shape.total_experts()], ring = p.shape.ring_l1;
+    if (rows > kFirstRows * kMathWarps * gridDim.x) return 0;
+    if (s.call.num_blocks <= ring) return rows;
+    const uint32_t at = expert_of(p, s.block_begin, ring);
+    return s.row_begin[at] + (ring - s.block_begin[at]) * p.shape.block_m;
+}
+
 class Puller {
   public:
     MEGAMOE_DEVICE Puller(const MoEParams& p, SharedStorage& s) : p_(p), s_(s) {}
 
-    // The rows of the call, in the order of the walks, are dealt to the CTAs in turn.
+    // The rows of the call, in the order of the walks, are dealt to the CTAs in turn; the first may
+    // be the math warps'.
     MEGAMOE_DEVICE void run() {
         ptx::fence_proxy_async();  // peers' rows, acquired with their counts: hand-off 3
         const uint32_t rows = s_.row_begin[p_.shape.total_experts()];
         bool ok = true;
-        for (uint32_t first = blockIdx.x; ok && first < rows; first += kPullJobs * gridDim.x)
+        for (uint32_t first = first_rows(p_, s_) + blockIdx.x; ok && first < rows;
+             first += kPullJobs * gridDim.x)
             ok = copy(first, min(kPullJobs, ceil_div(rows - first, gridDim.x)));
         if (ptx::lane() == 0) s_.call.trace.stamp(kTracePulled);
     }
 
   private:
-    // Finds a row of the call: its expert, by bisection, and its place in the ring.
     MEGAMOE_DEVICE PullJob find(uint32_t row) {
-        uint32_t low = 0, high = p_.shape.total_experts();  // row_begin[low] <= row < [high]
-        while (high - low > 1) {
-            const uint32_t middle = (low + high) / 2;
-            if (s_.row_begin[middle] <= row)
-                low = middle;
-            else
-                high = middle;
-        }
-        const uint32_t expert = expert_at(p_, low), block_m = p_.shape.block_m;
-        const uint32_t of_expert = row - s_.row_begin[low], block = of_expert / block_m;
-        const RowSource from = row_source(p_, s_, expert, of_expert);
-        const L1Slot slot = l1_slot(p_.shape, s_.call.block_base + s_.block_begin[low] + block);
-        const uint32_t in_block = of_expert % block_m;
-        s_.call.trace.note_job(ptx::lane(), s_.block_begin[low] + block, from.rank);
-        const bool last = of_expert + 1 == s_.rows[expert];  // brings the block's padding with it
-        return {p_.at(from.rank, Region::kInput, from.token),
-                p_.at(from.rank, Region::kInputScale, from.token),
-                in_block,
-                last ? block_m - in_block : 1,
-                slot.slot,
-                slot.free_target};
+        const FoundRow found = find_row(p_, s_, row);
+        s_.call.trace.note_job(ptx::lane(), found.block, found.source);
+        return found.job;
     }
 
     // Copies n rows of the call: first, first + gridDim.x, …
@@ -76,6 +92,7 @@ class Puller {
     }
     // The ring slot that the row goes to. Before blocking, announces what has been copied.
     MEGAMOE_DEVICE bool claim_slot(const PullJob& job) {
+        if (job.is_free) return true;
         const uint32_t* word = p_.word(Region::kL1Empty, job.slot);
         uint32_t have = 0;
         if (ptx::lane() == 0) have = ptx::load_acquire_gpu(word);
@@ -148,6 +165,68 @@ class Puller {
     SharedStorage& s_;
     uint32_t in_ = 0, out_ = 0, announced_ = 0;  // pieces asked for, stored; rows announced
     uint32_t phases_ = 0;                        // of pull_full, a bit each
+};
+
+// The math warps' first rows, by loads and stores of all lanes: fewer steps, one after the other,
+// than bulk copies take, and these warps have the registers for a whole row on its way.
+class FirstRows {
+  public:
+    MEGAMOE_DEVICE FirstRows(const MoEParams& p, SharedStorage& s) : p_(p), s_(s) {}
+
+    MEGAMOE_DEVICE void run() {
+        const uint32_t limit = first_rows(p_, s_);
+        const uint32_t first = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+        const uint32_t step = kMathWarps * gridDim.x;
+        const uint64_t begin = kTrace ? ptx::now_ns() : 0;
+        for (uint32_t row = first; row < limit; row += step) {
+            const FoundRow found = find_row(p_, s_, row);
+            copy(found.job);
+            if (ptx::lane() != 0) continue;
+            ptx::add_release_gpu(p_.word(Region::kL1Full, found.job.slot), found.job.weight);
+            s_.call.trace.row_ready(found.block, found.job.weight, found.source);
+        }
+        if (kTrace && limit > 0) {
+            ptx::named_barrier<kMathThreads>(kMathBarrier);  // the event holds all warps' rows
+            if (threadIdx.x == 0 && limit > blockIdx.x)
+                s_.call.trace.record(TraceRole::kMath, TraceKind::kPull, begin, ptx::now_ns(),
+                                     blockIdx.x, ceil_div(limit - blockIdx.x, gridDim.x));
+        }
+    }
+
+  private:
+    static constexpr uint32_t kChunks = kXRowBytes / 16, kAtOnce = 16;
+    static constexpr uint32_t kScales = ceil_div(kXGroups, 32);
+
+    // Past L1, which may hold what a peer, or this rank, had there before.
+    MEGAMOE_DEVICE void copy(const PullJob& job) {
+        const uint32_t lane = ptx::lane(), block_m = p_.shape.block_m;
+        const uint4* from = reinterpret_cast<const uint4*>(job.x);
+        const float* from_scale = reinterpret_cast<const float*>(job.x_scale);
+        const uint64_t row = uint64_t(job.slot) * block_m + job.in_block;
+        uint4* to = reinterpret_cast<uint4*>(p_.at(p_.rank, Region::kL1Ring, row));
+        float* to_scale = p_.ptr<float>(p_.rank, Region::kL1Scale) +
+                          uint64_t(job.slot) * kXGroups * block_m + job.in_block;
+        float scale[kScales];
+#pragma unroll
+        for (uint32_t i = 0; kFp8 && i < kScales; ++i)
+            if (i * 32 + lane < kXGroups) scale[i] = __ldcg(from_scale + i * 32 + lane);
+        for (uint32_t i0 = lane; i0 < kChunks; i0 += 32 * kAtOnce) {
+            uint4 v[kAtOnce];
+#pragma unroll
+            for (uint32_t u = 0; u < kAtOnce; ++u)
+                if (i0 + u * 32 < kChunks) v[u] = __ldcg(from + i0 + u * 32);
+#pragma unroll
+            for (uint32_t u = 0; u < kAtOnce; ++u)
+                if (i0 + u * 32 < kChunks) to[i0 + u * 32] = v[u];
+        }
+#pragma unroll
+        for (uint32_t i = 0; kFp8 && i < kScales; ++i)
+            if (i * 32 + lane < kXGroups) to_scale[(i * 32 + lane) * block_m] = scale[i];
+        __syncwarp();
+    }
+
+    const MoEParams& p_;
+    SharedStorage& s_;
 };
 
 }  // namespace megamoe::moe

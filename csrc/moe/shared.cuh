@@ -52,8 +52,9 @@ struct Task {
     uint32_t first_row;
     uint32_t num_rows;
     uint32_t n;
-    uint32_t box;  // activation rows loaded: box_rows(box) >= num_rows
-    L1Slot l1;     // of the block
+    uint16_t box;         // activation rows loaded: box_rows(box) >= num_rows
+    uint16_t l2_is_free;  // no earlier block of this call had the slot
+    L1Slot l1;            // of the block
     L2Slot l2;
 };
 
@@ -61,7 +62,8 @@ struct Task {
 struct PullJob {
     const uint8_t *x, *x_scale;  // at its source
     uint32_t in_block;
-    uint32_t weight;             // what its arrival counts: 1, and the block's padding
+    uint16_t weight;             // what its arrival counts: 1, and the block's padding
+    uint16_t is_free;            // no earlier block of this call had the slot
     uint32_t slot, free_target;  // of the ring
 };
 

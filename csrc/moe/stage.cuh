@@ -70,14 +70,18 @@ MEGAMOE_DEVICE void copy(T* to, const T* from, uint64_t count, uint64_t thread, 
     }
 }
 
+// Warps of all CTAs in turn, so that few tokens are spread over all SMs.
+MEGAMOE_DEVICE uint64_t thread_of_call() {
+    const uint32_t local = ptx::thread_anew();
+    return (uint64_t(local / 32) * gridDim.x + blockIdx.x) * 32 + local % 32;
+}
+
 // Of a call. Written before the grid barrier, as the routes are: hand-off 3.
 MEGAMOE_DEVICE void stage_call(const MoEParams& p) {
     if (p.stage_x == nullptr) return;  // the caller has written the window
     const RowsToStage rows{p.stage_x, p.stage_scale, p.at(p.rank, Region::kInput),
                            p.ptr<float>(p.rank, Region::kInputScale), p.num_tokens};
-    // Warps of all CTAs in turn, so that few tokens are spread over all SMs.
-    const uint32_t local = ptx::thread_anew();
-    const uint64_t thread = (uint64_t(local / 32) * gridDim.x + blockIdx.x) * 32 + local % 32;
+    const uint64_t thread = thread_of_call();
     const uint64_t threads = uint64_t(gridDim.x) * kThreads;
     if (kFp8 && p.stage_is_bf16) return stage_bf16(rows, thread, threads);
     copy(reinterpret_cast<uint4*>(rows.input), static_cast<const uint4*>(rows.x),

@@ -13,7 +13,7 @@ from typing import Final
 
 from megamoe import jit, native
 from megamoe.errors import SpecError
-from megamoe.spec import MAX_RANKS, EpConfig, MoESpec
+from megamoe.spec import GROUP, MAX_RANKS, EpConfig, MoESpec
 
 __all__ = ["BOXES", "MoEParams", "check_params", "compile_moe", "cuda_config"]
 
@@ -21,7 +21,12 @@ BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128)
 """Rows of a box of activations; each has tensor maps of its own."""
 _MAX_BLOCK_M: Final = 128
 _MAX_EXPERTS: Final = 512
-_MANY_TOKENS: Final = 4096
+_SHORT_RING: Final = 24
+_LONG_RING: Final = 64
+_FEW_ROWS: Final = 64
+"""Mean rows of an expert up to which the short ring is the faster one."""
+_RING_TILES: Final = 384
+"""Linear 1 tiles that a ring shall hold: nearly three for each SM of an H200."""
 
 
 class MoEParams(ctypes.Structure):
@@ -101,11 +106,10 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
     # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
     mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
     busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
-    # With few tokens every expert's block has room, so that no pull waits for a slot; with many,
-    # where windows are large, 64: a pull is then far ahead of its tile all the same.
-    local = spec.experts_per_rank(config.num_ranks) + spec.num_shared
-    most = 64 if config.max_tokens >= _MANY_TOKENS else max(64, local + 8)
-    rings = min(config.max_blocks(spec), most)
+    # Few rows per expert: slots that are soon used again stay in L2. Many: a pull shall be far
+    # ahead of its tile. And in either case tiles for all SMs.
+    least = _SHORT_RING if mean <= _FEW_ROWS else _LONG_RING
+    rings = min(config.max_blocks(spec), max(least, math.ceil(_RING_TILES * GROUP / spec.inter)))
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
     wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
     lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))

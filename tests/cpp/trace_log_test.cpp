@@ -122,6 +122,28 @@ void a_batch_of_rows_is_recorded(uint32_t rows, uint32_t ready) {
     buffers.check_guards(0, written);
 }
 
+// Lanes of several math warps, before any tile.
+void first_rows_are_recorded() {
+    Buffers buffers;
+    Trace trace{};
+    blockIdx.x = 2;
+    trace.open(&buffers.to);
+    for (uint32_t i = 0; i < 3; ++i) {
+        ptx::host_clock = 500 + i;
+        trace.row_ready(60 + i, i + 1, 3 - i);
+    }
+    trace.record(TraceRole::kMath, TraceKind::kPull, 400, 510, 2, 3);
+    trace.close(&buffers.to);
+    const TraceEvent* track = buffers.track(2, TraceRole::kMath);
+    for (uint32_t i = 0; i < 3; ++i)
+        check(track[i], TraceKind::kRows, 500 + i, 500 + i, 60 + i, i + 1, 3 - i);
+    check(track[3], TraceKind::kPull, 400, 510, 2, 3, 0);
+    equal(buffers.recorded[2 * kNumTraceRoles + uint32_t(TraceRole::kMath)], 4, "recorded");
+    uint32_t written[kNumTraceRoles] = {};
+    written[uint32_t(TraceRole::kMath)] = 4;
+    buffers.check_guards(2, written);
+}
+
 void a_full_track_counts_on() {
     Buffers buffers;
     Trace trace{};
@@ -217,6 +239,7 @@ int main() {
     a_batch_of_rows_is_recorded(5, 5);
     a_batch_of_rows_is_recorded(5, 2);  // given up on the way
     a_batch_of_rows_is_recorded(32, 32);
+    first_rows_are_recorded();
     a_full_track_counts_on();
     waits_go_to_the_track_of_who_waits();
     a_call_begins_where_its_cta_arrived(true);

@@ -38,7 +38,10 @@
 //   5  L1 slot reuse        linear1 (reads)      dispatch (writes)    l1_empty release / acquire
 //   6  L2 ring rows         linear1              linear2, all units   l2_full release / acquire;
 //                                                                     proxy as 4
-//   7  L2 slot reuse        linear2 (reads)      linear1 (writes)     l2_empty release / acquire
+//   7  L2 slot reuse        linear2 (reads)      linear1 (writes)     l2_empty release / acquire;
+//                                                                     GPU: 5 and 7 need no look for
+//                                                                     a ring's first turn in a call:
+//                                                                     the last call's kernel is over
 //   8  combine rows         linear2, all units   combine on source    l2_empty acq-rel chain, then
 //                                                                     token_arrived release
 //                                                                     (system) / acquire

@@ -213,4 +213,38 @@ class TileWalk {
     uint32_t segment_begin_ = 0, segment_end_ = 0, l1_end_ = 0;
 };
 
+// A place in the order of tickets.
+struct Place {
+    TileKind kind;
+    uint32_t block;
+    uint32_t n;
+};
+
+// Linear 2 of a block comes when so many blocks have had their Linear 1, itself among them; for
+// waves of one block.
+MEGAMOE_HD constexpr uint32_t linear1_ahead(const MoEShape& s) {
+    return s.l2_lag + 1 < s.ring_l2 ? s.l2_lag + 1 : s.ring_l2;
+}
+
+// Where TileWalk leads when every wave is one block, without walking there: `ahead` blocks begin
+// with Linear 1; then Linear 2 of a block and Linear 1 of the next new one take turns; what is left
+// of Linear 2 ends the call.
+MEGAMOE_HD constexpr Place place_of_ticket(uint32_t ticket, uint32_t num_blocks, uint32_t ahead,
+                                           uint32_t l1_tiles, uint32_t l2_tiles) {
+    if (ahead > num_blocks) ahead = num_blocks;
+    if (ticket < ahead * l1_tiles)
+        return {TileKind::kLinear1, ticket / l1_tiles, ticket % l1_tiles};
+    ticket -= ahead * l1_tiles;
+    const uint32_t both = l1_tiles + l2_tiles, turns = num_blocks - ahead, turn = ticket / both;
+    if (turn < turns) {
+        const uint32_t n = ticket % both;
+        if (n < l2_tiles) return {TileKind::kLinear2, turn, n};
+        return {TileKind::kLinear1, ahead + turn, n - l2_tiles};
+    }
+    ticket -= turns * both;
+    const uint32_t block = turns + ticket / l2_tiles;
+    if (block >= num_blocks) return {TileKind::kDone, 0, 0};
+    return {TileKind::kLinear2, block, ticket % l2_tiles};
+}
+
 }  // namespace megamoe

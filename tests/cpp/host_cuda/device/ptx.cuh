@@ -17,6 +17,11 @@ struct Index {
 inline Index blockIdx{0}, threadIdx{0};
 inline long long clock64() { return 1234; }
 inline void __syncwarp() {}
+inline unsigned atomicAdd(unsigned* p, unsigned v) {
+    const unsigned old = *p;
+    *p += v;
+    return old;
+}
 
 namespace megamoe::ptx {
 inline uint64_t host_clock = 0;

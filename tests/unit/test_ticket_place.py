@@ -1,0 +1,47 @@
+"""The closed form of the ticket order against the walk, compiled for the host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADER = Path("megamoe") / "schedule.hpp"
+
+
+def build(folder: Path, include: Path) -> subprocess.CompletedProcess[str]:
+    """Compiles the test against the headers in ``include`` and runs it."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    assert compiler, "a C++ compiler is part of every set-up"
+    program = folder / "ticket_place_test"
+    includes = [f"-I{include}", f"-I{ROOT / 'csrc' / 'include'}"]
+    source = str(ROOT / "tests" / "cpp" / "ticket_place_test.cpp")
+    command = [compiler, "-std=c++20", "-O1", *includes, source, "-o", str(program)]
+    subprocess.run(command, check=True, timeout=100)
+    return subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_every_ticket_leads_where_the_walk_does(tmp_path):
+    done = build(tmp_path, ROOT / "csrc" / "include")
+    assert done.stdout == "ok\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "instead"),
+    [
+        ("s.l2_lag + 1 < s.ring_l2 ? s.l2_lag + 1 : s.ring_l2", "s.l2_lag + 1"),
+        ("if (ahead > num_blocks) ahead = num_blocks;", ""),
+        ("TileKind::kLinear1, ahead + turn, n - l2_tiles", "TileKind::kLinear1, ahead, n"),
+        ("turns + ticket / l2_tiles", "ticket / l2_tiles"),
+    ],
+)
+def test_a_wrong_form_is_found(tmp_path, part, instead):
+    source = (ROOT / "csrc" / "include" / HEADER).read_text()
+    assert source.count(part) == 1, part
+    (tmp_path / HEADER).parent.mkdir()
+    (tmp_path / HEADER).write_text(source.replace(part, instead))
+    assert build(tmp_path, tmp_path).returncode != 0, "the test passes with it"
