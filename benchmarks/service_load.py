@@ -14,8 +14,9 @@ python benchmarks/service_load.py --only steps telemetry --backend cuda --ranks 
 2. ``kill``: the same while a rank is killed and the group restarts; every request is answered
    right or refused cleanly, none hangs.
 3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
-   same body through the same HTTP stack, alternating in one loop. Where others use the machine too,
-   run it as ``chrt -r 1 python … --only cost``: else it mostly measures who waits for a core.
+   same body through the same HTTP stack, alternating in one loop, over new connections every
+   twenty requests: some are slower than others as long as they last. Where others use the machine
+   too, run it as ``chrt -r 1 python … --only cost``: else it measures who waits for a core.
 4. ``steps`` and ``telemetry`` (on request, meant for GPUs): see ``service_steps.py`` and
    ``service_telemetry.py``. Both together take one service.
 
@@ -206,17 +207,21 @@ def cost_row(requests: int) -> dict:
         port = int(echo.stdout.readline())
         with Served("--heartbeat", "2", shape=COST_SHAPE) as served:
             served.wait_ready()
-            to_echo = http.client.HTTPConnection("127.0.0.1", port)
-            to_service = http.client.HTTPConnection("127.0.0.1", served.port)
             echoed, total, kernel, queue, host = [], [], [], [], []
-            for turn in range(requests + 10):
+            warm, each = 2, 20
+            turn = -1
+            while len(total) < requests:
+                turn += 1
+                if turn % (warm + each) == 0:  # the windows of a connection stay as they grew
+                    to_echo = http.client.HTTPConnection("127.0.0.1", port)
+                    to_service = http.client.HTTPConnection("127.0.0.1", served.port)
                 took_echo, _, data = post(to_echo, "/echo", body, {})
                 assert data == body
                 took, fields, data = post(to_service, "/v2/models/moe/infer", body, headers)
                 head = int(fields["inference-header-content-length"])
                 times = json.loads(data[:head])["parameters"]
                 assert len(data) - head == tokens * hidden * 2
-                if turn < 10:
+                if turn % (warm + each) < warm:
                     continue
                 echoed.append(took_echo)
                 total.append(took)
