@@ -129,6 +129,7 @@ def measure(
                 batch = batch_of(m, keys)
                 rows += cmp_rows.bench_variants(held, batch, modes=modes, l2=l2)
                 rows.append(cmp_rows.bench_megakernel(held, batch_of(m, keys)))
+                rows.append(cmp_rows.bench_empty(batch))
             if "prefixes" in what:
                 rows += cmp_studies.bench_prefixes(held, batch_of(m, keys))
     if "edge" in what:

@@ -1,15 +1,15 @@
 """Times the standalone kernels on one Hopper GPU; the command is ``bench_cmp``.
 
 The method is that of ``attention_rows``, as for the megakernel. ``graph_us`` is one run's graph
-between two events, ``span_us`` the first CTA's entry to the last one's end in such a run, by time
-stamps in a build that takes them.
+between two events (an empty kernel's is a row of its own), ``span_us`` the first CTA's entry to the
+last one's end in such a run, by time stamps in a build that takes them.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,19 @@ from megamoe.attention_pre.stages import StageGraph, partition
 from megamoe.attention_pre.tiling import Batch, TileConfig
 from megamoe.backends.attention import AttentionKernel, BoundPlan
 from megamoe.cmp.bound import BoundCmp
-from megamoe.cmp.graphs import CmpGraph
+from megamoe.cmp.graphs import CmpGraph, EmptyGraph
 from megamoe.cmp.modes import MODES, Mode
 from megamoe.cmp.tuning import Tuning, tuning_of
 from megamoe.errors import MegaMoeError
 
 __all__ = [
+    "bench_empty",
     "bench_megakernel",
     "bench_variants",
     "bind_all",
     "merge_rows",
     "plan_for",
+    "time_alone",
     "time_runs",
     "time_single",
 ]
@@ -85,25 +87,37 @@ def time_runs(
     return timing
 
 
+def time_alone(launches: Sequence[Callable[[int], object]], replays: int = 30) -> float:
+    """Microseconds of one launch, given a stream's handle, between two events; by turns."""
+    stream = torch.cuda.current_stream().cuda_stream
+    turns = len(launches)
+    return time_replays(lambda i: launches[i % turns](stream), 1, replays, state=False).median_us
+
+
 def time_single(
     bounds: Sequence[BoundCmp],
+    traced: Sequence[BoundCmp],
     mode: Mode,
     *,
     replays: int = 30,
     programmatic: Sequence[tuple[str, str]] | None = None,
 ) -> tuple[float, float]:
-    """(graph time, span) of graphs of one run each, rotating over bound plans that take stamps."""
-    graphs = [CmpGraph([b], mode, programmatic=programmatic) for b in bounds]
+    """(graph time, span) of graphs of one run each, rotating over bound plans.
+
+    Spans are of plans that take stamps, graph times of those that do not.
+    """
+    plain = [CmpGraph([b], mode, programmatic=programmatic) for b in bounds]
+    graph_us = time_alone([g.launch for g in plain], replays)
+    graphs = [CmpGraph([b], mode, programmatic=programmatic) for b in traced]
     stream = torch.cuda.current_stream().cuda_stream
-    timing = time_replays(lambda i: graphs[i % len(graphs)].launch(stream), 1, replays, state=False)
     spans = []
     for i in range(replays):
         graphs[i % len(graphs)].launch(stream)
         torch.cuda.synchronize()
-        spans.append(bounds[i % len(graphs)].span_us())
-    for graph in graphs:
+        spans.append(traced[i % len(graphs)].span_us())
+    for graph in (*plain, *graphs):
         graph.close()
-    return timing.median_us, statistics.median(spans)
+    return graph_us, statistics.median(spans)
 
 
 def plan_for(graph: StageGraph, batch: Batch, tiles: TileConfig | None = None) -> KernelPlan:
@@ -164,7 +178,7 @@ def bench_variants(
             need_right(mode, batch, error)
             if not torch.equal(expected, tensors[0][SCORES]):
                 raise MegaMoeError(f"{mode}: its scores differ in bits from {modes[0]}'s")
-        graph_us, span = time_single(traced, mode)
+        graph_us, span = time_single(bounds, traced, mode)
         for state in l2:
             used = bounds if state == "cold" else bounds[:1]
             timing = time_runs(used, mode, launches=launches, replays=replays)
@@ -201,8 +215,27 @@ def bench_megakernel(copies: Copies, batch: Batch) -> Row:
     timing = time_graph([plans[i % len(plans)].launch for i in range(60)], 25)
     for bound in plans:
         bound.check()
-    more = {"queue": plan.queues.kind, "max_rel_err": error}
+    alone = time_alone([_replay_of(bound.launch) for bound in plans])
+    for bound in plans:
+        bound.check()
+    more = {"graph_us": round(alone, 3), "queue": plan.queues.kind, "max_rel_err": error}
     return table_row("megakernel_beside_cmp", batch, "cold", timing, **more)
+
+
+def _replay_of(launch: Callable[[torch.cuda.Stream], None]) -> Callable[[int], object]:
+    """A graph of one launch, replayed on the current stream."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        launch(stream)
+    return lambda _: graph.replay()
+
+
+def bench_empty(batch: Batch) -> Row:
+    """A graph of one kernel that does nothing: what of ``graph_us`` is launching and events."""
+    graph = EmptyGraph()
+    timing = Timing(time_alone([graph.launch]), 0.0, None, None, None)
+    graph.close()
+    return table_row("empty_graph", batch, "cold", timing)
 
 
 def merge_rows(path: Path, rows: Sequence[Row], meta: Mapping[str, Any]) -> None:

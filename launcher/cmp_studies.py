@@ -41,7 +41,7 @@ def _row(
 ) -> Row:
     """Cold: many runs in a graph, and one run alone."""
     timing = time_runs(bounds, mode, programmatic=programmatic)
-    graph_us, span = time_single(traced, mode, programmatic=programmatic)
+    graph_us, span = time_single(bounds, traced, mode, programmatic=programmatic)
     return table_row(
         what, batch, "cold", timing, graph_us=round(graph_us, 3), span_us=round(span, 3)
     )

@@ -47,7 +47,7 @@ _TRIGGERS: Final[Mapping[str, Sequence[str]]] = {
     "D0": ("weights", "inputs", "stored"),
 }
 _PAGES: Final[Mapping[str, Sequence[int]]] = {
-    "D0": (7, 8, 10, 12, 6, 5, 4),
+    "D0": (7, 8, 9, 10, 12, 6, 5),
     "B0p": (8, 6, 5, 4),
     "D2": (6, 3),
     "D1p": (4, 3, 2),
@@ -66,7 +66,7 @@ _AT_ONCE: Final[Mapping[str, Sequence[int]]] = {
     "D2": (1, 4),
 }
 _CTAS: Final[Mapping[str, Sequence[int]]] = {"D0": (3, 2), "D1f": (3, 2), "B1f": (1, 3, 2)}
-_WARM: Final[Mapping[str, Sequence[bool]]] = dict.fromkeys(("B0f", "B1f", "D1f"), (False, True))
+_ROWS: Final[Mapping[str, Sequence[int]]] = {"B1f": (2, 4, 0), "D1f": (8, 4, 0)}
 _IN_FLIGHT: Final[Mapping[str, Sequence[int]]] = {
     "D0": (0, 2, 3, 4, 6),
     "D1p": (0, 1, 2),
@@ -110,7 +110,7 @@ def changes(now: Setting, mode: Mode) -> Iterator[tuple[str, Setting]]:
         ("in_flight", _IN_FLIGHT),
         ("registers", _REGISTERS),
         ("ctas", _CTAS),
-        ("warm", _WARM),
+        ("rows", _ROWS),
     ]
     if mode != "single_stream":
         tables.append(("priority", _PRIORITIES))

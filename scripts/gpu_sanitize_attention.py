@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool racecheck … python scripts/gpu_sanitize_attention.py [cmp]
 
-Of a small layer, since the tools run instrumented code a hundred times slower: of the megakernel
-each stage alone, prefixes and long queues; of the standalone kernels one run in every kind of graph.
+Of a small layer, since the tools run instrumented code a hundred times slower. Of the megakernel:
+each stage alone, prefixes and long queues; of the standalone kernels: every kind of graph.
 """
 
 from __future__ import annotations

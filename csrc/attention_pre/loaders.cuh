@@ -13,19 +13,6 @@ MEGAMOE_DEVICE void drain(uint64_t (&full)[kPages], uint32_t uses) {
         wait_always(full[use % kPages], use / kPages & 1);
 }
 
-// Weights are read once: what else is in L2 may stay there.
-inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-
-// A box of weights; `policy` is for L2.
-MEGAMOE_DEVICE void load_weight_box(uint32_t shared, const TensorMap* map, int32_t x, int32_t y,
-                                    uint32_t bar, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
-        "l"(map), "r"(bar), "r"(x), "r"(y), "l"(policy)
-        : "memory");
-}
-
 // The host may have written the maps since the last run.
 MEGAMOE_DEVICE void acquire_map(const TensorMap& map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");

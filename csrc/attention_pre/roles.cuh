@@ -121,6 +121,11 @@ MEGAMOE_DEVICE void run_controller(const AttentionParams& p, SharedStorage& s, Q
             slot.weight_page = weight_page;
             slot.input_page = input_page;
             slot.place = queue.place();
+#ifdef MEGAMOE_ATTENTION_TRACE
+            slot.stamps =
+                p.trace + ((p.dynamic ? 0 : blockIdx.x) * uint64_t(p.depth) + slot.place) *
+                              uint32_t(Stamp::kCount);
+#endif
             slot.publish = inst.reduce_counter == kNoCounter;
             ptx::arrive(s.instruction_arrived[at.slot]);
         }

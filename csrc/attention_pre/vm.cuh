@@ -64,8 +64,11 @@ struct Slot {
     Instruction inst;
     uint32_t weight_page, input_page;  // uses of the pools before this instruction
     uint32_t place;                    // in the queue
-    uint32_t publish;                  // whether the publisher signals: this task ends its unit
-    uint32_t length;                   // scores: keys of the request, and its first pages
+#ifdef MEGAMOE_ATTENTION_TRACE
+    uint64_t* stamps;  // of this instruction
+#endif
+    uint32_t publish;  // whether the publisher signals: this task ends its unit
+    uint32_t length;   // scores: keys of the request, and its first pages
     uint32_t table[kTableEntries];
     float w_scale[kMaxScales];  // [tile][block]
 };
@@ -208,11 +211,11 @@ MEGAMOE_DEVICE uint32_t cta_number() {
 MEGAMOE_DEVICE void stamp(const AttentionParams& p, const Slot& slot, Stamp what) {
 #ifdef MEGAMOE_ATTENTION_TRACE
 #ifdef MEGAMOE_ATTENTION_STANDALONE
-    const uint64_t at = cta_number();
+    uint64_t* stamps = p.trace + uint64_t(cta_number()) * uint32_t(Stamp::kCount);
 #else
-    const uint64_t at = (p.dynamic ? 0 : blockIdx.x) * uint64_t(p.depth) + slot.place;
+    uint64_t* stamps = slot.stamps;
 #endif
-    p.trace[at * uint32_t(Stamp::kCount) + uint32_t(what)] = ptx::now_ns();
+    stamps[uint32_t(what)] = ptx::now_ns();
 #endif
 }
 
@@ -244,6 +247,8 @@ struct Task {
     MEGAMOE_DEVICE uint32_t weight_page() const { return 0; }
     MEGAMOE_DEVICE uint32_t input_page() const { return 0; }
     MEGAMOE_DEVICE void wait_inputs() const { wait_producers(); }
+    // A first kernel, too: whatever ran before the graph may still be running.
+    MEGAMOE_DEVICE bool has_producers() const { return true; }
 #else
     MEGAMOE_DEVICE const Instruction& inst() const { return slot.inst; }
     template <class T>
@@ -253,6 +258,7 @@ struct Task {
     MEGAMOE_DEVICE uint32_t weight_page() const { return slot.weight_page; }
     MEGAMOE_DEVICE uint32_t input_page() const { return slot.input_page; }
     MEGAMOE_DEVICE void wait_inputs() const { wait_always(s.inputs_ready[slot_index], phase); }
+    MEGAMOE_DEVICE bool has_producers() const { return inst().wait_event[0] != kNoCounter; }
 #endif
     MEGAMOE_DEVICE bool has(InstructionFlag flag) const { return inst().flags & flag; }
     MEGAMOE_DEVICE void stamp(Stamp what) const {

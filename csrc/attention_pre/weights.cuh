@@ -140,11 +140,7 @@ class WeightPool {
     }
     MEGAMOE_DEVICE void expect() const { ptx::arrive_expect(full(), kPageBytes); }
     MEGAMOE_DEVICE void load(const TensorMap* map, uint32_t offset, int32_t x, int32_t y) const {
-#ifdef MEGAMOE_ATTENTION_EVICT_FIRST
-        load_weight_box(pages_ + page_.index * kPageBytes + offset, map, x, y, full(), kEvictFirst);
-#else
         ptx::load_box(pages_ + page_.index * kPageBytes + offset, map, x, y, full());
-#endif
     }
     MEGAMOE_DEVICE void advance() {
         page_.advance();

@@ -6,6 +6,6 @@ extern "C" {
 __device__ const unsigned megamoe_cmp_shared_bytes = sizeof(megamoe::attention::SharedStorage);
 __device__ const unsigned megamoe_cmp_param_bytes = sizeof(megamoe::attention::CmpParams);
 __device__ const unsigned megamoe_cmp_last_param_at =
-    offsetof(megamoe::attention::CmpParams, options);
+    offsetof(megamoe::attention::CmpParams, in_flight);
 __device__ const unsigned megamoe_cmp_threads = megamoe::attention::kCmpThreads;
 }

@@ -133,7 +133,7 @@ MEGAMOE_DEVICE void run_math(const CmpParams& p, const Instruction& inst, Shared
     const Task t{none, s, s.slot[0], 0, 0, inst, p.operands};
     if constexpr (kHasLoaders) wait_pages_made();
     wait_after_prologue();
-    if (!kHasLoaders && (p.options & kWarm)) warm_finisher<Body>(p, inst);
+    if constexpr (!kHasLoaders) warm_finisher<Body>(p, inst);
 #ifdef MEGAMOE_ATTENTION_TRACE
     if (!kHasLoaders) {  // the loader of inputs notes it where there is one
         t.wait_inputs();

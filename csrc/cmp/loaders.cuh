@@ -68,16 +68,12 @@ MEGAMOE_DEVICE void load_weight_page(const CmpParams& p, const Instruction& inst
     }
     ptx::arrive_expect(full, kPageBytes);
     const int32_t k = inst.k + block * kElements;
-    auto load = [&](uint8_t* to, int32_t x, int32_t y) {
-        load_weight_box(ptx::shared_address(to), &p.maps.weights, x, y, ptx::shared_address(&full),
-                        p.options & kFirstToGo ? kEvictFirst : ptx::kEvictNormal);
-    };
     if constexpr (S::kLoads == Loads::kBf16ByHead) {  // two boxes of 64 columns x 64 of K
         const int32_t row = inst.item * S::kK + k, col = inst.col + tile * kTileRows;
-        load(to, col, row);
-        load(to + kPageBytes / 2, col + 64, row);
+        ptx::load_box(to, p.maps.weights, col, row, full);
+        ptx::load_box(to + kPageBytes / 2, p.maps.weights, col + 64, row, full);
     } else {
-        load(to, k, inst.col + tile * kTileStep);
+        ptx::load_box(to, p.maps.weights, k, int32_t(inst.col + tile * kTileStep), full);
     }
 }
 

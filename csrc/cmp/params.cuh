@@ -34,11 +34,6 @@ struct TaskGrid {
     uint32_t pages, fresh;      // of a request in the block table; its first key that may be new
 };
 
-enum CmpOption : uint32_t {
-    kWarm = 1,       // constants are brought to L2 before the wait
-    kFirstToGo = 2,  // weights leave L2 before what else is there
-};
-
 struct CmpParams {
     StageMaps maps;
     uint64_t operands[kOperandSlots];
@@ -50,7 +45,6 @@ struct CmpParams {
     uint64_t* stamps;          // [CTAs][7] ns: see `Stamp`, and the SM as the last. Or null
     uint64_t delay_ns;         // math sleeps so long before its body; for tests
     uint32_t in_flight;        // weight pages that may be on their way at once
-    uint32_t options;          // CmpOption
 };
 
 // Columns of a head, where a task belongs to one.

@@ -50,7 +50,7 @@ class _CmpParams(ctypes.Structure):
         ("stamps", ctypes.c_uint64),
         ("delay_ns", ctypes.c_uint64),
         ("in_flight", ctypes.c_uint32),
-        ("options", ctypes.c_uint32),
+        ("padding", ctypes.c_uint8 * 4),
     )
 
 
@@ -165,7 +165,8 @@ class BoundCmp:
         self._every: tuple[tuple[StandaloneKernel, ...], EncodedPlan]
         if like is None:
             columns = {name: tuned.columns for name, tuned in wanted.items()}
-            self._every = standalone_kernels(plan, columns), encode(plan)
+            rows_of = {name: tuned.rows for name, tuned in wanted.items()}
+            self._every = standalone_kernels(plan, columns, rows_of), encode(plan)
         else:
             self._every = like._every
         parts = [k for k in self._every[0] if not only or k.name in only]
@@ -206,7 +207,6 @@ class BoundCmp:
         params = _CmpParams(num_tokens=self.plan.batch.rows, trigger=TRIGGERS.index(tuned.trigger))
         pages = _shape(part, tuned).weight_pages
         params.in_flight = min(tuned.in_flight or pages, pages)
-        params.options = tuned.warm | tuned.first_to_go << 1
         params.maps[:] = maps
         params.operands[:] = operands.tolist()
         params.task[:] = part.task.tolist()

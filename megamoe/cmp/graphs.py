@@ -18,10 +18,10 @@ from megamoe.backends.cuda_driver import Module, check, driver_api
 from megamoe.cmp.bound import BoundCmp, BoundKernel
 from megamoe.cmp.dag import Edge, chain, leaves, streams
 from megamoe.cmp.modes import MODES, Mode
-from megamoe.errors import SpecError
+from megamoe.errors import MegaMoeError, SpecError
 from megamoe.jit import compile_cubin
 
-__all__ = ["CmpGraph"]
+__all__ = ["CmpGraph", "EmptyGraph"]
 
 
 def _attribute(name: str) -> Any:
@@ -102,6 +102,24 @@ def _edge_data(programmatic: bool) -> Any:
         data.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
         data.type = driver_api().CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
     return data
+
+
+class EmptyGraph:
+    """A graph of one empty kernel, for benchmarks: what it costs to launch a graph."""
+
+    def __init__(self) -> None:
+        self._graph = check(driver_api().cuGraphCreate(0), "a graph")
+        _spacer_node(self._graph, spacer())
+        self._exec = check(driver_api().cuGraphInstantiate(self._graph, 0), "an empty graph")
+
+    def launch(self, stream: int) -> None:
+        """Enqueues it on a stream, given by its handle."""
+        check(driver_api().cuGraphLaunch(self._exec, stream), "launching an empty graph")
+
+    def close(self) -> None:
+        """Frees it; runs on the device must have ended."""
+        driver_api().cuGraphExecDestroy(self._exec)
+        driver_api().cuGraphDestroy(self._graph)
 
 
 class CmpGraph:
@@ -237,15 +255,17 @@ class CmpGraph:
 
     def _connect(self) -> None:
         """Edges where data flows; a run's first kernels follow the last ones of the run before."""
-        begin: list[Any] = []
-        end: list[Any] = []
-        data: list[Any] = []
+        every: dict[bool, tuple[list[Any], list[Any]]] = {True: ([], []), False: ([], [])}
+
+        def add(producer: Any, consumer: Any, programmatic: bool) -> None:
+            every[programmatic][0].append(producer)
+            every[programmatic][1].append(consumer)
+
         for i, (run, nodes) in enumerate(zip(self._runs, self.nodes, strict=True)):
             names = [b.kernel.name for b in run.kernels]
             for producer, consumer in run.edges:
-                begin.append(nodes[producer])
-                end.append(nodes[consumer])
-                data.append(_edge_data(self._is_programmatic(names[producer], names[consumer])))
+                programmatic = self._is_programmatic(names[producer], names[consumer])
+                add(nodes[producer], nodes[consumer], programmatic)
             if i == 0:
                 continue
             last = [self.nodes[i - 1][k] for k in leaves(len(names), self._runs[i - 1].edges)]
@@ -254,15 +274,16 @@ class CmpGraph:
             if self._spacer:
                 node = _spacer_node(self._graph, self._spacer)
                 pairs = [(a, node) for a in last] + [(node, b) for b in first]
-            begin += [a for a, _ in pairs]
-            end += [b for _, b in pairs]
-            data += [_edge_data(False) for _ in pairs]
-        if not begin:
-            return
-        check(
-            driver_api().cuGraphAddDependencies(self._graph, begin, end, data, len(begin)),
-            "adding edges",
-        )
+            for a, b in pairs:
+                add(a, b, False)
+        # A call takes edges of one kind: the driver made all of a mixed list programmatic.
+        for programmatic, (begin, end) in every.items():
+            if begin:
+                data = [_edge_data(programmatic)] * len(begin)
+                done = driver_api().cuGraphAddDependencies(
+                    self._graph, begin, end, data, len(begin)
+                )
+                check(done, "adding edges")
 
     def _capture_streams(self) -> Any:
         """Consumers on their producer's stream follow it there; others wait for its event."""
@@ -312,15 +333,21 @@ class CmpGraph:
         return list(begin)[:count], list(end)[:count], list(data)[:count], int(count)
 
     def _read_edges(self) -> list[tuple[int, str, str, bool]]:
+        """Edges inside runs.
+
+        Raises:
+            MegaMoeError: an edge between runs is programmatic, so that these would overlap.
+        """
         where = {
             int(node): (r, i) for r, nodes in enumerate(self.nodes) for i, node in enumerate(nodes)
         }
         found = []
         begin, end, data, _ = self._get_edges()
         for a, b, edge in zip(begin, end, data, strict=True):
-            if int(a) not in where or int(b) not in where:  # a spacer's
-                continue
-            (run, producer), (other, consumer) = where[int(a)], where[int(b)]
+            run, producer = where.get(int(a), (-1, -1))  # a spacer is none
+            other, consumer = where.get(int(b), (-2, -2))
+            if run != other and int(edge.type) == 1:
+                raise MegaMoeError(f"{self.mode}: the driver lets runs of the graph overlap")
             if run == other:
                 names = [self._runs[run].kernels[i].kernel.name for i in (producer, consumer)]
                 found.append((run, names[0], names[1], int(edge.type) == 1))

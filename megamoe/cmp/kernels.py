@@ -53,6 +53,8 @@ _FINISHER_READS: Final = {"index_query": ("gate",), "gemm_store": ("residual",)}
 _MOST_PAGES: Final = 13
 _AT_ONCE: Final = 4
 _PARTS_AT_ONCE: Final = 6
+_WARPS: Final = 8
+"""That do maths."""
 _WHOLE_ROWS: Final = ("norm_quant", "qkv_a_final")
 """Opcodes whose tasks are rows of all columns, which their bodies load themselves."""
 
@@ -180,7 +182,9 @@ class StandaloneKernel:
 
 
 def standalone_kernels(
-    plan: KernelPlan, columns: Mapping[str, int] | None = None
+    plan: KernelPlan,
+    columns: Mapping[str, int] | None = None,
+    rows: Mapping[str, int] | None = None,
 ) -> tuple[StandaloneKernel, ...]:
     """The plan's stages as kernels, in an order in which each follows its producers.
 
@@ -188,6 +192,7 @@ def standalone_kernels(
         plan: made with ``final="rows"`` or ``"all"``.
         columns: by stage, the most that a CTA of ``absorb_query`` computes; the plan's tiles
             otherwise. Small CTAs find room sooner.
+        rows: by kernel, the most that a CTA sums and finishes; 16 otherwise.
 
     Raises:
         SpecError: the plan finishes rows in the last part to arrive (``final="last"``), which a
@@ -205,7 +210,8 @@ def standalone_kernels(
                 f"stage {stage.name}: rows are finished by the last part to arrive; plan with "
                 'final="rows" to run it as kernels of their own'
             )
-        kernels += _kernels_of(fmt, plan, stage, _narrow(tiled, (columns or {}).get(stage.name, 0)))
+        tiled = _narrow(tiled, (columns or {}).get(stage.name, 0))
+        kernels += _kernels_of(fmt, plan, stage, tiled, (rows or {}).get(f"{stage.name}f", 0))
     return tuple(kernels)
 
 
@@ -228,7 +234,7 @@ def _narrow(tiled: StageTiles, columns: int) -> StageTiles:
 
 
 def _kernels_of(
-    fmt: InstructionFormat, plan: KernelPlan, stage: Stage, tiled: StageTiles
+    fmt: InstructionFormat, plan: KernelPlan, stage: Stage, tiled: StageTiles, count: int
 ) -> list[StandaloneKernel]:
     made = {t for s in plan.stage_graph.stages for t in s.writes}
     reads = [t for t in stage.reads if t in made]
@@ -240,7 +246,7 @@ def _kernels_of(
         if tiled.opcode == "qkv_a_final":
             kernel = _kernel(fmt, tiled, stage, tiled.tiles, "whole", rows)
         else:
-            kernel = _final(fmt, tiled, stage, tiled.tiles, rows)
+            kernel = _final(fmt, tiled, stage, tiled.tiles, rows, count)
         return [replace(kernel, name=f"{stage.name}f", reads=finals, writes=stage.writes)]
     apart = bool(dict(tiled.specialization.shape).get("apart"))
     if len(tiled.units) == len(tiled.tiles) and not apart:
@@ -257,18 +263,30 @@ def _kernels_of(
         return [first]
     # A task per output tile and 16 rows, from the last part's record.
     tiles = [tiled.tiles[unit.tiles[-1]] for unit in tiled.units]
-    second = _final(fmt, tiled, stage, tiles, rows)
+    second = _final(fmt, tiled, stage, tiles, rows, count)
     return [first, replace(second, name=f"{stage.name}f", reads=finals, writes=stage.writes)]
 
 
 def _final(
-    fmt: InstructionFormat, tiled: StageTiles, stage: Stage, tiles: Sequence[Tile], rows: int
+    fmt: InstructionFormat,
+    tiled: StageTiles,
+    stage: Stage,
+    tiles: Sequence[Tile],
+    rows: int,
+    count: int,
 ) -> StandaloneKernel:
-    """The kernel that sums and finishes the parts of ``tiles``, one of each output tile."""
+    """The kernel that sums and finishes the parts of ``tiles``, one of each output tile.
+
+    A CTA has at most ``count`` rows; 0 chooses.
+    """
     spec = tiled.specialization
-    spec = replace(spec, opcode=stage.opcode, band=min(FINAL_ROWS, spec.band))
+    band = min(FINAL_ROWS, spec.band)
+    count = min(count or band, band)
+    if count <= _WARPS:  # a row for each of the CTA's warps
+        band = min(band, _WARPS)
+    spec = replace(spec, opcode=stage.opcode, band=band)
     final = replace(tiled, name=stage.name, opcode=stage.opcode, specialization=spec)
-    return _kernel(fmt, final, stage, _by_rows(tiles, spec.band), "final", rows)
+    return _kernel(fmt, final, stage, _by_rows(tiles, count), "final", rows)
 
 
 def _by_rows(tiles: Sequence[Tile], band: int) -> tuple[Tile, ...]:
@@ -338,7 +356,8 @@ def _grid(
     shape = dict(spec.shape)
     by_head = opcode == "absorb_query"
     columns = spec.n * int(shape["heads"]) if by_head else spec.n
-    blocks = -(-rows // spec.band)
+    band = first["rows"] if part == "final" else spec.band
+    blocks = -(-rows // band)
     tiles = -(-columns // spec.block_n)
     parts = 1 if part == "final" else ctas // (blocks * tiles)
     block_n = spec.block_n
@@ -353,7 +372,7 @@ def _grid(
     }
     return TaskGrid(
         ctas=(parts, tiles, blocks),
-        band=spec.band,
+        band=band,
         rows=rows,
         block_n=block_n,
         columns=columns,

@@ -58,7 +58,8 @@ def tuned_kernels(mode, rows):
     """Kernels and their shapes as a kind of graph runs them."""
     tuning = tuning_of(mode)
     made = []
-    for k in standalone_kernels(plan_of(rows), {n: t.columns for n, t in tuning.items()}):
+    columns = {n: t.columns for n, t in tuning.items()}
+    for k in standalone_kernels(plan_of(rows), columns, {n: t.rows for n, t in tuning.items()}):
         t = tuning[k.name]
         shape = kernel_shape(k, t.weight_pages, t.ctas, t.at_once, t.registers)
         made.append((k, shape))
@@ -180,8 +181,8 @@ def test_ptx_reads_nothing_early(name):
     text = ptx(name)
     assert "griddepcontrol.wait" in text
     assert "griddepcontrol.launch_dependents" in text
-    if name != "A0":  # the first kernel's inputs are there before the graph begins
-        assert ptx_early_loads(text) == []
+    # A0's norm weights are read by loads that stay where they are: one a pass.
+    assert len(ptx_early_loads(text)) == (3 if name == "A0" else 0)
 
 
 @pytest.mark.parametrize("name", ["B0p", "B0f", "D1f", "E1"])
@@ -230,7 +231,7 @@ def test_parameters_are_the_host_s(mode, trace):
     for k, shape in tuned_kernels(mode, 16):
         unit = compile_kernel(k.specialization, k.part, shape, trace=trace)
         assert unit.constant("megamoe_cmp_param_bytes") == ctypes.sizeof(_CmpParams), k.name
-        assert unit.constant("megamoe_cmp_last_param_at") == _CmpParams.options.offset, k.name
+        assert unit.constant("megamoe_cmp_last_param_at") == _CmpParams.in_flight.offset, k.name
 
 
 def test_a_consumer_fits_beside_its_producer():
@@ -240,7 +241,7 @@ def test_a_consumer_fits_beside_its_producer():
         unit = compile_kernel(k.specialization, k.part, shape)
         size[k.name] = unit.constant("megamoe_cmp_shared_bytes") + CTA_RESERVED
     pairs = [("A0", "B0p"), ("B0p", "B0f"), ("B0p", "D1p"), ("B0f", "D0"), ("D1p", "D1f")]
-    pairs += [("D0", "D2"), ("D0", "E1")]
+    pairs += [("D1p", "D0"), ("D0", "E1")]  # D2 in CTAs that fit beside D0 was no faster
     for producer, consumer in pairs:
         assert size[producer] + size[consumer] <= SM_SHARED, (producer, consumer, size)
 
@@ -259,7 +260,8 @@ def test_a_stage_that_is_not_split_reads_nothing_early():
 def test_tasks_follow_from_the_number():
     """Only scores of requests that differ need a table."""
     for rows in (1, 16, 64, 128, 24):
-        assert [k.name for k in kernels(rows) if k.table is not None] == [], rows
+        found = [k for k, _ in tuned_kernels("branches_pdl", rows)]
+        assert [k.name for k in (*kernels(rows), *found) if k.table is not None] == [], rows
     ragged = Planner(attention_pre_graph(GLM), 132).plan(Batch(((8, 8192), (3, 70))))
     assert [k.name for k in standalone_kernels(ragged) if k.table is not None] == ["E1"]
 
@@ -281,3 +283,14 @@ def test_rows_finished_by_the_last_part_have_no_kernel():
     plan = Planner(attention_pre_graph(SMALL), 132, final="last").plan(batch_of(16))
     with pytest.raises(SpecError, match='final="rows"'):
         standalone_kernels(plan)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 24), (2, 24), (8, 24), (8, 16), (2, 1), (4, 128)])
+def test_finishers_of_few_rows_finish_every_row_once(count, rows):
+    found = standalone_kernels(plan_of(rows), {}, {"B1f": count, "D1f": count})
+    for k in (k for k in found if k.name in ("B1f", "D1f")):
+        tasks = [k.grid.fields(cta, 0, {"has_rope": 0}) for cta in range(k.ctas)]
+        assert max(t["rows"] for t in tasks) <= (count or 16)
+        done = [(t["col"], t["row"] + i) for t in tasks for i in range(t["rows"])]
+        columns = range(0, 128 if k.name == "B1f" else 4096, 128)
+        assert sorted(done) == [(col, row) for col in columns for row in range(rows)]

@@ -132,6 +132,8 @@ class FakeDriver:
     def cuGraphAddDependencies(
         self, graph: Any, begin: list, end: list, data: list, n: int
     ) -> tuple:
+        # The real one made every edge of a mixed list programmatic.
+        assert len({int(edge.type) for edge in data}) == 1
         for a, b, edge in zip(begin, end, data, strict=True):
             assert (int(a), int(b)) not in self.edges
             assert edge.from_port == int(edge.type)

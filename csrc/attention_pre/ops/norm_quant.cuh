@@ -32,31 +32,35 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
     const uint64_t row = t.inst().row, first = row * S::kN;
     auto* summed = t.operand<uint8_t>(slots::residual_out);
     auto* codes = t.operand<uint8_t>(slots::codes);
+    uint32_t column[kPasses];
+    bool mine[kPasses];  // known to be true where the columns fill the last pass
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        column[i] = i * kPassColumns + threadIdx.x * 8;
+        mine[i] = S::kN % kPassColumns == 0 || column[i] < S::kN;
+    }
 
     uint4 weight[kPasses], x[kPasses], residual[kPasses];
     float v[kPasses][8], squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-        const uint32_t column = i * kPassColumns + threadIdx.x * 8;
         weight[i] = {};
         // A load of a constant would be moved behind the barriers, and its latency with it.
-        if (column < S::kN)
-            weight[i] = ptx::load_l2(t.operand<const uint4>(slots::weight) + column / 8);
+        if (mine[i])
+            weight[i] = ptx::load_l2(t.operand<const uint4>(slots::weight) + column[i] / 8);
     }
-    if (t.inst().wait_event[0] != kNoCounter) t.wait_inputs();
+    if (t.has_producers()) t.wait_inputs();
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-        const uint32_t column = i * kPassColumns + threadIdx.x * 8;
         x[i] = residual[i] = {};
-        if (column >= S::kN) continue;
-        x[i] = ptx::load_l2(t.operand<const uint4>(slots::x) + (first + column) / 8);
+        if (!mine[i]) continue;
+        x[i] = ptx::load_l2(t.operand<const uint4>(slots::x) + (first + column[i]) / 8);
         if (has_residual)
             residual[i] =
-                ptx::load_l2(t.operand<const uint4>(slots::residual) + (first + column) / 8);
+                ptx::load_l2(t.operand<const uint4>(slots::residual) + (first + column[i]) / 8);
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-        const uint32_t column = i * kPassColumns + threadIdx.x * 8;
         unpack8(x[i], v[i]);
         if (has_residual) {
             float r[8];
@@ -64,8 +68,8 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
 #pragma unroll
             for (int e = 0; e < 8; ++e) r[e] += v[i][e];
             const uint4 rounded = pack8(r);
-            if (summed && column < S::kN)
-                *reinterpret_cast<uint4*>(summed + (first + column) * 2) = rounded;
+            if (summed && mine[i])
+                *reinterpret_cast<uint4*>(summed + (first + column[i]) * 2) = rounded;
             unpack8(rounded, v[i]);
         }
 #pragma unroll
@@ -74,26 +78,34 @@ MEGAMOE_DEVICE void norm_quant(const Task& t) {
     t.stamp(Stamp::kLoaded);
     const float factor = rsqrtf(sum_threads(t.s, squares, 0.f).x / S::kN + S::kEps);
     t.stamp(Stamp::kSummed);
+    // Passes side by side, step by step: each alone is a chain of latencies.
+    float amax[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-        const uint32_t column = i * kPassColumns + threadIdx.x * 8;
         float w[8];
         unpack8(weight[i], w);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[i][e] = v[i][e] * factor * w[e];
         const uint4 normed = pack8(v[i]);
         unpack8(normed, v[i]);
-        const Quantiser quantiser(max_lanes<16>(column < S::kN ? amax8(v[i]) : 0.f),
-                                  t.has(kScalePow2));
-        if (column >= S::kN) continue;
-        if (has_normed)
-            *reinterpret_cast<uint4*>(t.operand<uint8_t>(slots::normed) + (first + column) * 2) =
+        if (has_normed && mine[i])
+            *reinterpret_cast<uint4*>(t.operand<uint8_t>(slots::normed) + (first + column[i]) * 2) =
                 normed;
-        if (codes) {
-            *reinterpret_cast<uint2*>(codes + first + column) = quantiser.pack(v[i]);
-            if (threadIdx.x % 16 == 0)
-                t.operand<float>(slots::scales)[(first + column) / kGroup] = quantiser.scale;
-        }
+        amax[i] = mine[i] ? amax8(v[i]) : 0.f;
+    }
+    if (!codes) return;
+#pragma unroll
+    for (int o = 1; o < 16; o <<= 1)
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i)
+            amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], o));
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+        const Quantiser quantiser(amax[i], t.has(kScalePow2));
+        if (!mine[i]) continue;
+        *reinterpret_cast<uint2*>(codes + first + column[i]) = quantiser.pack(v[i]);
+        if (threadIdx.x % 16 == 0)
+            t.operand<float>(slots::scales)[(first + column[i]) / kGroup] = quantiser.scale;
     }
 }
 
@@ -195,7 +207,9 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
     uint8_t* cache = t.operand<uint8_t>(slots::cache) + slot * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-        const bool query = i < kQPasses, mine = query ? column[i] < S::kQLora : is_latent;
+        const bool query = i < kQPasses;
+        const bool whole = S::kQLora % kPassColumns == 0;  // all threads have columns
+        const bool mine = query ? whole || column[i] < S::kQLora : is_latent;
         float w[8], normed[8];
         unpack8(weight[i], w);
 #pragma unroll
@@ -224,8 +238,8 @@ MEGAMOE_DEVICE void qkv_row(const Task& t, uint32_t row) {
                                                 2 * (at - S::kKvLora));
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            key[e] = ptx::pack_bf16(k[2 * e] * c[e] - k[2 * e + 1] * d[e],
-                                    k[2 * e + 1] * c[e] + k[2 * e] * d[e]);
+            key[e] = ptx::pack_bf16(dot2(k[2 * e], c[e], -k[2 * e + 1], d[e]),
+                                    dot2(k[2 * e + 1], c[e], k[2 * e], d[e]));
     }
 }
 

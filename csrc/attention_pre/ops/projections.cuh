@@ -39,10 +39,11 @@ struct IndexKeyRow {
             __shfl_sync(~0u, slot, token / kChunkTokens * kRowsOfWarp<S::kBand> + uint32_t(i));
         const float mean = sum_lanes(v.x + v.y + v.z + v.w) / kGroup;
         v = {v.x - mean, v.y - mean, v.z - mean, v.w - mean};
-        const float variance = sum_lanes(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / kGroup;
+        const float squares = dot2(v.x, v.x, v.y, v.y) + dot2(v.z, v.z, v.w, v.w);
+        const float variance = sum_lanes(squares) / kGroup;
         const float f = rsqrtf(variance + S::kEps);
-        v = {v.x * f * weight.x + bias.x, v.y * f * weight.y + bias.y, v.z * f * weight.z + bias.z,
-             v.w * f * weight.w + bias.w};
+        v = {fmaf(v.x * f, weight.x, bias.x), fmaf(v.y * f, weight.y, bias.y),
+             fmaf(v.z * f, weight.z, bias.z), fmaf(v.w * f, weight.w, bias.w)};
         v = rotations.of[i](v);
         const Quantiser quantiser(max_lanes(amax4(v)), t.has(kScalePow2));
         const uint64_t place = at % kCacheKeys;

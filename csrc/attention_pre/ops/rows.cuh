@@ -87,6 +87,12 @@ MEGAMOE_DEVICE float amax8(const float (&f)[8]) {
     return most;
 }
 
+// a * b + c * d. Written out, since the compiler fuses the one product or the other as it likes,
+// and every build of a body is to give the same bits.
+MEGAMOE_DEVICE float dot2(float a, float b, float c, float d) {
+    return fmaf(a, b, __fmul_rn(c, d));
+}
+
 // Rotation of neighbouring pairs (2i, 2i+1). The table has rows of R/2 cosines, then R/2 sines.
 struct Rotation {
     float2 cos, sin;  // of this lane's two pairs
@@ -104,8 +110,8 @@ struct Rotation {
     }
     MEGAMOE_DEVICE float4 operator()(const float4& v) const {
         if (!active) return v;
-        return {v.x * cos.x - v.y * sin.x, v.y * cos.x + v.x * sin.x, v.z * cos.y - v.w * sin.y,
-                v.w * cos.y + v.z * sin.y};
+        return {dot2(v.x, cos.x, -v.y, sin.x), dot2(v.y, cos.x, v.x, sin.x),
+                dot2(v.z, cos.y, -v.w, sin.y), dot2(v.w, cos.y, v.z, sin.y)};
     }
 };
 
