@@ -13,10 +13,8 @@ python benchmarks/service_load.py --only steps telemetry --backend cuda --ranks 
    alone; latencies; resident memory of every process at a sixth of the time and at the end.
 2. ``kill``: the same while a rank is killed and the group restarts; every request is answered
    right or refused cleanly, none hangs.
-3. ``cost``: requests of 128 x 7168 BF16, less their time in the layer, against a bare echo of the
-   same body through the same HTTP stack, alternating in one loop, over new connections every
-   twenty requests: some are slower than others as long as they last. Where others use the machine
-   too, run it as ``chrt -r 1 python … --only cost``: else it measures who waits for a core.
+3. ``cost``: see ``service_cost.py``. Where others use the machine too, run it as ``chrt -r 1
+   python … --only cost``: else it measures who waits for a core.
 4. ``steps`` and ``telemetry`` (on request, meant for GPUs): see ``service_steps.py`` and
    ``service_telemetry.py``. Both together take one service.
 
@@ -28,12 +26,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -44,16 +40,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import tritonclient.http.aio as aio
-from fastapi import FastAPI, Request
-from starlette.responses import Response
 from tritonclient.utils import InferenceServerException
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.service_cost import cost_row  # noqa: E402
 from benchmarks.service_steps import (  # noqa: E402
     BareLayer,
-    post,
     service,
     steps_row,
     watch_steps,
@@ -63,7 +57,6 @@ from tests.service.served import Served, inputs_of, make_tokens, output_bits  # 
 
 RESULT = ROOT / "benchmarks" / "results" / "service_cpu.json"
 LOAD_SHAPE = "hidden=512,inter=256,experts=16,topk=4"
-COST_SHAPE = "hidden=7168,inter=128,experts=8,topk=2"
 HANG_S = 30.0
 NAMES = ["load", "kill", "cost", "steps", "telemetry"]
 
@@ -174,85 +167,6 @@ def load_row(name: str, clients: int, seconds: float, *, kill: bool) -> dict:
     return row
 
 
-# ---------------------------------------------------------------------- cost
-
-
-def echo_server() -> None:
-    """A FastAPI app that gives a body back, on the service's own uvicorn settings."""
-    from service.config import ServiceConfig
-    from service.server import bind_tcp, make_server
-
-    app = FastAPI()
-
-    @app.post("/echo")
-    async def echo(request: Request) -> Response:
-        return Response(await request.body(), media_type="application/octet-stream")
-
-    config = ServiceConfig(port=0)
-    sock = bind_tcp(config)
-    print(sock.getsockname()[1], flush=True)
-    make_server(app, config).run([sock])
-
-
-def cost_row(requests: int) -> dict:
-    from tritonclient.http import InferenceServerClient
-
-    tokens, hidden = 128, 7168
-    case = make_tokens(tokens, 1, hidden=hidden)
-    body, size = InferenceServerClient.generate_request_body(inputs_of(*case))
-    body, headers = bytes(body), {"Inference-Header-Content-Length": str(size)}
-    argv = [sys.executable, __file__, "--echo-server"]
-    echo = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    try:
-        port = int(echo.stdout.readline())
-        with Served("--heartbeat", "2", shape=COST_SHAPE) as served:
-            served.wait_ready()
-            echoed, total, kernel, queue, host = [], [], [], [], []
-            warm, each = 2, 20
-            turn = -1
-            while len(total) < requests:
-                turn += 1
-                if turn % (warm + each) == 0:  # the windows of a connection stay as they grew
-                    to_echo = http.client.HTTPConnection("127.0.0.1", port)
-                    to_service = http.client.HTTPConnection("127.0.0.1", served.port)
-                took_echo, _, data = post(to_echo, "/echo", body, {})
-                assert data == body
-                took, fields, data = post(to_service, "/v2/models/moe/infer", body, headers)
-                head = int(fields["inference-header-content-length"])
-                times = json.loads(data[:head])["parameters"]
-                assert len(data) - head == tokens * hidden * 2
-                if turn % (warm + each) < warm:
-                    continue
-                echoed.append(took_echo)
-                total.append(took)
-                kernel.append(times["kernel_us"] * 1e-6)
-                queue.append(times["queue_us"] * 1e-6)
-                host.append(times["host_us"] * 1e-6)
-    finally:
-        echo.kill()
-        echo.wait()
-    own = [t - k for t, k in zip(total, kernel, strict=True)]
-
-    def ms(values: list[float]) -> float:
-        return round(statistics.median(values) * 1e3, 3)
-
-    return {
-        "name": "cost",
-        "shape": COST_SHAPE,
-        "tokens": tokens,
-        "body_bytes": len(body),
-        "requests": requests,
-        "echo_ms": ms(echoed),
-        "service_less_kernel_ms": ms(own),
-        "ratio": round(statistics.median(own) / statistics.median(echoed), 3),
-        "scheduler": {0: "normal", 2: "SCHED_RR"}.get(os.sched_getscheduler(0), "other"),
-        "ratio_of_minima": round(min(own) / min(echoed), 3),
-        "kernel_ms": ms(kernel),
-        "queue_ms": ms(queue),
-        "host_ms": ms(host),
-    }
-
-
 # ---------------------------------------------------------------------- steps, telemetry
 
 
@@ -317,7 +231,8 @@ def main() -> int:
     )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, default=200, help="of the cost figure")
+    parser.add_argument("--requests", type=int, default=40, help="of the cost, per start")
+    parser.add_argument("--starts", type=int, default=7, help="of the cost")
     parser.add_argument("--only", choices=NAMES, nargs="+", default=NAMES[:3])
     parser.add_argument("--backend", default="cpu", choices=["cpu", "cuda"], help="of steps")
     parser.add_argument("--shape", default=LOAD_SHAPE, help="of steps")
@@ -329,15 +244,11 @@ def main() -> int:
     parser.add_argument("--null", action="store_true", help="telemetry: off in every block")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--no-write", action="store_true")
-    parser.add_argument("--echo-server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.echo_server:
-        echo_server()
-        return 0
     makers = {
         "load": lambda: [load_row("load", args.clients, args.seconds, kill=False)],
         "kill": lambda: [load_row("kill", args.clients, args.seconds, kill=True)],
-        "cost": lambda: [cost_row(args.requests)],
+        "cost": lambda: [cost_row(args.requests, args.starts)],
         "service": lambda: service_rows(args),
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that services end too
