@@ -13,6 +13,7 @@ class MoEShape:
     is_fp8: int
     max_tokens: int
     block_m: int
+    tail_rows: int
     ring_l1: int
     ring_l2: int
     wave_blocks: int

@@ -71,6 +71,7 @@ def make_shape(
         is_fp8=int(spec.weight_dtype == "fp8"),
         max_tokens=config.max_tokens,
         block_m=config.block_m,
+        tail_rows=config.tail_rows,
         ring_l1=config.ring_l1_blocks,
         ring_l2=config.ring_l2_blocks,
         wave_blocks=config.wave_blocks,

@@ -33,6 +33,8 @@ INDEX_PAGE: Final = 64
 """Keys of a page of the index cache."""
 CPU_BLOCK_M: Final = 32
 """Rows of a ring block on CPU ranks where nothing else is asked for."""
+TAILED_BLOCK_M: Final = 144
+"""Rows that a ring block has room for if it may have a tail: 128, and 16 more."""
 MAX_COLUMNS: Final = 1 << 16
 MAX_EXPERTS: Final = 1 << 16
 MAX_BLOCKS: Final = 1 << 24
@@ -126,7 +128,8 @@ class EpConfig:
         num_ranks: R.
         max_tokens: the most tokens that one rank may bring to a call.
         block_m: rows of a ring block, the unit in which experts' rows are scheduled; 0 takes the
-            backend's choice (32 on CPU ranks, 128 on GPUs).
+            backend's choice (32 on CPU ranks, 128 or 144 on GPUs). A block with room for 144
+            rows takes 128, and more only where that saves an expert a block.
         ring_l1_blocks: B1, blocks of the ring of pulled tokens; 0 picks the recommendation.
         ring_l2_blocks: B2, blocks of the ring of intermediates; 0 picks the recommendation.
         wave_blocks: consecutive blocks of one expert that share a pass over its weights; 0 picks
@@ -153,8 +156,13 @@ class EpConfig:
     def __post_init__(self) -> None:
         _need(1 <= self.num_ranks <= MAX_RANKS, "num_ranks", self.num_ranks, f"in 1..{MAX_RANKS}")
         _need(1 <= self.max_tokens < 1 << 24, "max_tokens", self.max_tokens, "in 1..2**24-1")
-        blocks = (0, 8, 16, 32, 64, 128, 256)
-        _need(self.block_m in blocks, "block_m", self.block_m, "8, 16, 32, ... 256, or 0 (choose)")
+        blocks = (0, 8, 16, 32, 64, 128, TAILED_BLOCK_M, 256)
+        _need(
+            self.block_m in blocks,
+            "block_m",
+            self.block_m,
+            "8, 16, 32, 64, 128, 144, 256, or 0 (choose)",
+        )
         for field in ("ring_l1_blocks", "ring_l2_blocks"):
             value = getattr(self, field)
             if value < 0:
@@ -174,14 +182,20 @@ class EpConfig:
     def _rows(self) -> int:
         return self.block_m or CPU_BLOCK_M
 
+    @property
+    def tail_rows(self) -> int:
+        """Rows of a block that are taken only where that saves an expert a block."""
+        return 16 if self.block_m == TAILED_BLOCK_M else 0
+
     def max_blocks(self, spec: MoESpec) -> int:
         """The most blocks that one rank can receive in one call."""
         local = spec.experts_per_rank(self.num_ranks)
         # A masked or duplicate id never adds routes, so R * T_max * K bounds the routed rows; each
         # expert wastes less than one block.
         routed = self.num_ranks * self.max_tokens * spec.topk
-        shared = spec.num_shared * -(-self.max_tokens // self._rows)
-        return min(routed, routed // self._rows + local) + shared
+        rows = self._rows - self.tail_rows
+        shared = spec.num_shared * -(-self.max_tokens // rows)
+        return min(routed, routed // rows + local) + shared
 
     def resolved(self, spec: MoESpec) -> EpConfig:
         """The same configuration with every 0 replaced by the recommended value.

@@ -101,13 +101,13 @@ bool pull_rows(C& ctx, const RouteTable& table, uint32_t puller) {
     WaveWalk walk(s, TableRows{&table});
     Wave wave;
     while (walk.next(wave)) {
-        const uint32_t expert_rows = table.rows(wave.expert);
+        const ExpertBlocks blocks(s, table.rows(wave.expert));
         for (uint32_t m = 0; m < wave.num_blocks; ++m) {
             const uint32_t block = wave.first_block + m;
             if (block % s.num_pullers != puller) continue;
             const L1Slot slot = l1_slot(s, ctx.block_base + block);
-            const uint32_t first = wave.first_row + m * s.block_m;
-            const uint32_t end = first + s.block_m < expert_rows ? first + s.block_m : expert_rows;
+            const uint32_t first = blocks.begin(wave.first_of_expert + m);
+            const uint32_t end = first + blocks.size(wave.first_of_expert + m);
             const auto traced =
                 ctx.sync.stretch(puller, TraceRole::kPull, TraceKind::kPull, block, end - first);
             if (!ctx.sync.wait_reached(

@@ -169,6 +169,13 @@ MEGAMOE_DEVICE float2 load_shared2(uint32_t address) {
     return v;
 }
 
+// Four 8 x 8 matrices of 16-bit words: lane i gives the address of row i % 8 of matrix i / 8.
+MEGAMOE_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
 // ---------------------------------------------------------------- registers
 
 template <int kRegisters>

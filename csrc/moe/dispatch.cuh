@@ -132,7 +132,7 @@ MEGAMOE_DEVICE void index_rows(const MoEParams& p, SharedStorage& s) {
     for (uint32_t i0 = 0; i0 < experts; i0 += 32) {
         const uint32_t i = i0 + lane;
         const uint32_t n = i < experts ? s.rows[expert_at(p, i)] : 0;
-        const uint32_t b = ceil_div(n, p.shape.block_m);
+        const uint32_t b = n ? ExpertBlocks(p.shape, n).count() : 0;
         uint32_t n_sum = n, b_sum = b;
 #pragma unroll
         for (int o = 1; o < 32; o <<= 1) {

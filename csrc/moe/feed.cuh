@@ -12,8 +12,9 @@ namespace megamoe::moe {
 inline constexpr uint32_t kTicketAhead = 3;
 
 MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
-    // Above 96 rows the many-row path takes over, with boxes of 128.
-    return rows <= 8 ? 0 : rows <= 96 ? ceil_div(rows, 16) : kNumBoxes - 1;
+    // Above kFewRows the many-row path takes over, with a box of 128, and above those one with a
+    // tail.
+    return rows <= 8 ? 0 : rows <= kFewRows ? ceil_div(rows, 16) : rows <= kManyRows ? 7 : 8;
 }
 
 MEGAMOE_DEVICE bool wait_stage(SharedStorage& s, const Cursor<kStages>& at, TraceSlot slot) {
@@ -36,9 +37,9 @@ class Tiles {
                                          kL1Tiles, kL2Tiles);
         if (at.kind == TileKind::kDone) return {TileKind::kDone, 0, 0, 0, 0, 0};
         const uint32_t found = expert_of(p_, s_.block_begin, at.block);
-        const uint32_t expert = expert_at(p_, found), block_m = p_.shape.block_m;
-        const uint32_t row = (at.block - s_.block_begin[found]) * block_m;
-        return {at.kind, expert, at.block, row, min(s_.rows[expert] - row, block_m), at.n};
+        const uint32_t expert = expert_at(p_, found), block = at.block - s_.block_begin[found];
+        const ExpertBlocks blocks(p_.shape, s_.rows[expert]);
+        return {at.kind, expert, at.block, blocks.begin(block), blocks.size(block), at.n};
     }
 
   private:

@@ -61,7 +61,7 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s, const Opening& op
         s.call.trace = Trace{};
         s.call.trace.open(p.trace);
     }
-    for (uint32_t i = threadIdx.x; i < 3 * kMaxBlockM; i += kThreads) (&s.amax[0][0])[i] = 0;
+    for (uint32_t i = threadIdx.x; i < 3 * kFewRows; i += kThreads) (&s.amax[0][0])[i] = 0;
     if (threadIdx.x < kMathWarps) s.math[threadIdx.x] = MathState{};
     __syncthreads();
 }

@@ -7,6 +7,9 @@
 
 #include "moe/mainloop_few.cuh"
 #include "moe/mainloop_many.cuh"
+#if MEGAMOE_TAIL_ROWS
+#include "moe/mainloop_tail.cuh"
+#endif
 
 namespace megamoe::moe {
 
@@ -44,10 +47,11 @@ struct L2Rows {
 };
 inline constexpr uint32_t kHRowBytes = kInter * kElementBytes;
 
-// Of three amax arrays one is used now, one is cleared for the next tile, one may still be read.
+// The task's rows from `first` on. Of three amax arrays one is used now, one is cleared for the
+// next tile, one may still be read.
 template <int N>
 MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task& task,
-                                float (&acc)[2][N / 2]) {
+                                float (&acc)[2][N / 2], uint32_t first) {
     const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
     const uint32_t warp = thread / 32;
     const L2Rows to(p, task);
@@ -58,7 +62,7 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
     s.math[warp].amax_turn = next;
     if constexpr (kFp8) {
         // All of it: the next tile may have more tokens than this one.
-        for (uint32_t i = thread; i < kMaxBlockM; i += kMathThreads) s.amax[next][i] = 0;
+        for (uint32_t i = thread; i < kFewRows; i += kMathThreads) s.amax[next][i] = 0;
     }
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
@@ -87,18 +91,19 @@ MEGAMOE_DEVICE void linear1_few(const MoEParams& p, SharedStorage& s, const Task
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const uint32_t token = i * 32 + lane;
-            const Quantiser quantiser(__uint_as_float(amax[min(token, kMaxBlockM - 1)]));
+            const Quantiser quantiser(__uint_as_float(amax[min(token, kFewRows - 1)]));
             inverse[i] = quantiser.inverse;
-            if (warp == 0 && token < task.num_rows) to.scales[token] = quantiser.scale;
+            if (warp == 0 && first + token < task.num_rows)
+                to.scales[first + token] = quantiser.scale;
         }
     }
 
     // After the 8x8 transposes, lane = token (of 8) * 4 + quad, and a quad has 4 neighbours.
     uint8_t* row =
-        to.rows + uint64_t(lane / 4) * kHRowBytes + (warp * 16 + quad * 4) * kElementBytes;
+        to.rows + uint64_t(first + lane / 4) * kHRowBytes + (warp * 16 + quad * 4) * kElementBytes;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-        const bool mine = j * 8 + lane / 4 < task.num_rows;
+        const bool mine = first + j * 8 + lane / 4 < task.num_rows;
         if constexpr (kFp8) {
             uint32_t v = 0;
 #pragma unroll

@@ -14,8 +14,10 @@ MEGAMOE_DEVICE bool has_columns(const Task& task, uint32_t half) {
     return kHidden % kTileN == 0 || half == 0 || task.n + 1 < kL2Tiles;
 }
 
+// The task's rows from `first` on.
 template <int N>
-MEGAMOE_DEVICE void linear2_few(SharedStorage& s, const Task& task, float (&acc)[2][N / 2]) {
+MEGAMOE_DEVICE void linear2_few(SharedStorage& s, const Task& task, float (&acc)[2][N / 2],
+                                uint32_t first) {
     const uint32_t thread = ptx::thread_anew(), lane = thread & 31, quad = lane & 3;
     const uint32_t warp = thread / 32;
     const uint32_t column = task.n * kTileN + warp * 32 + quad * 8;
@@ -27,7 +29,7 @@ MEGAMOE_DEVICE void linear2_few(SharedStorage& s, const Task& task, float (&acc)
         for (int i = 0; i < 4; ++i)
             v[i] = ptx::transpose_8x8(
                 ptx::pack_bf16(acc[i & 1][j * 4 + i / 2 * 2], acc[i & 1][j * 4 + i / 2 * 2 + 1]));
-        const uint32_t row = j * 8 + lane / 4;
+        const uint32_t row = first + j * 8 + lane / 4;
         if (have && row < task.num_rows)
             ptx::store_u128(reinterpret_cast<uint8_t*>(s.row_target[row]) + column * 2, v);
     }

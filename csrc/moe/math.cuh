@@ -3,6 +3,7 @@
 //   rows of the block   path                                  mainloop
 //   1..96               weights on the M side of wgmma        mainloop_few.cuh
 //   97..128             tokens on the M side                  mainloop_many.cuh
+//   129..144            both, where blocks have tails          mainloop_tail.cuh
 //
 // Both give the same bits: the same order of K, of scales and of rounding.
 #pragma once
@@ -57,9 +58,9 @@ MEGAMOE_DEVICE void few_rows(const MoEParams& p, SharedStorage& s) {
     TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
                    threadIdx.x == 0);
     if (is_linear1(s))
-        linear1_few<N>(p, s, s.task[task_slot(s)], acc);
+        linear1_few<N>(p, s, s.task[task_slot(s)], acc, 0);
     else if (wait_targets(s))
-        linear2_few<N>(s, s.task[task_slot(s)], acc);
+        linear2_few<N>(s, s.task[task_slot(s)], acc, 0);
     trace_tile<true>(s, TraceKind::kActivate, TraceKind::kScatter);
 }
 
@@ -76,6 +77,25 @@ MEGAMOE_DEVICE void many_rows(const MoEParams& p, SharedStorage& s) {
         linear2_many(s, s.task[task_slot(s)], acc);
     trace_tile<true>(s, TraceKind::kActivate, TraceKind::kScatter);
 }
+
+#if MEGAMOE_TAIL_ROWS
+MEGAMOE_DEVICE void many_rows_and_tail(const MoEParams& p, SharedStorage& s) {
+    ManyAccumulators acc;
+    TailAccumulators tail;
+    MainloopTail(is_linear1(s), s.w_scale[task_slot(s)], warpgroup()).run(acc, tail);
+    trace_tile<false>(s, TraceKind::kActivate, TraceKind::kScatter);
+    TraceSpan span(s.call.trace, kTrace && is_linear1(s) ? kTraceEpilogue1 : kTraceEpilogue2,
+                   threadIdx.x == 0);
+    if (is_linear1(s)) {
+        linear1_many(p, s.task[task_slot(s)], acc);
+        linear1_few<kTailRows>(p, s, s.task[task_slot(s)], tail, kManyRows);
+    } else if (wait_targets(s)) {
+        linear2_many(s, s.task[task_slot(s)], acc);
+        linear2_few<kTailRows>(s, s.task[task_slot(s)], tail, kManyRows);
+    }
+    trace_tile<true>(s, TraceKind::kActivate, TraceKind::kScatter);
+}
+#endif
 
 // Nothing but accumulators lives in registers across a mainloop: what is needed after it is read
 // again from shared memory.
@@ -100,6 +120,11 @@ MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
             MEGAMOE_FEW(5)
             MEGAMOE_FEW(6)
 #undef MEGAMOE_FEW
+#if MEGAMOE_TAIL_ROWS
+            case 8:
+                many_rows_and_tail(p, s);
+                break;
+#endif
             default:
                 many_rows(p, s);
         }

@@ -10,7 +10,8 @@
 #include "megamoe/schedule.hpp"
 #include "megamoe/trace.hpp"
 
-#if !defined(MEGAMOE_HIDDEN) || !defined(MEGAMOE_INTER) || !defined(MEGAMOE_FP8)
+#if !defined(MEGAMOE_HIDDEN) || !defined(MEGAMOE_INTER) || !defined(MEGAMOE_FP8) || \
+    !defined(MEGAMOE_TAIL_ROWS)
 #error "compile through megamoe/jit.py: it defines the matrix shape"
 #endif
 
@@ -31,15 +32,17 @@ inline constexpr uint32_t kL1Tiles = kInter / kGroup;
 inline constexpr uint32_t kL2Tiles = ceil_div(kHidden, kTileN);
 // Two FP32 weight scales per 128 of K; rows of the scale tables are a multiple of 16 bytes.
 MEGAMOE_HD constexpr uint32_t scale_floats(uint32_t k) { return align_up(k / kGroup, 2) * 2; }
-inline constexpr uint32_t kMaxBlockM = 128;
+// MEGAMOE_TAIL_ROWS is 0, or 16 for blocks with tails.
+inline constexpr uint32_t kFewRows = 96, kManyRows = 128, kTailRows = MEGAMOE_TAIL_ROWS;
+inline constexpr uint32_t kMaxBlockM = kManyRows + kTailRows;
 inline constexpr uint32_t kMaxRanks = 72;
 // Routed experts of the group, and with the shared ones of a rank.
 inline constexpr uint32_t kMaxExperts = 512, kMaxShared = 8;
 
 // Token counts for which a tensor map exists: rows of an activation box.
-inline constexpr uint32_t kNumBoxes = 8;
+inline constexpr uint32_t kNumBoxes = 9;
 MEGAMOE_HD constexpr uint32_t box_rows(uint32_t i) {
-    return i == 0 ? 8 : i == 7 ? 128 : i * 16;  // 8 16 32 48 64 80 96 128
+    return i == 0 ? 8 : i < 7 ? i * 16 : i == 7 ? 128 : 144;  // 8 16 32 48 64 80 96 128 144
 }
 
 struct MoEParams {

@@ -6,7 +6,7 @@
 
 namespace megamoe::moe {
 
-inline constexpr uint32_t kRowsPerLane = kMaxBlockM / 32;
+inline constexpr uint32_t kRowsPerLane = ceil_div(kMaxBlockM, 32);
 
 // Where this lane's rows of a Linear 2 task go: into the table for the math warps, and as the words
 // that count a row's arrival.

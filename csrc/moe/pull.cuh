@@ -1,8 +1,8 @@
 // Pull: one warp of each CTA copies rows from peers' inputs into the L1 ring, in ticket order.
 //
-// A row travels as pieces of at most 4 KB, peer -> shared memory -> ring, with three pieces
-// on their way in while a fourth is on its way out. Rows are announced a few pieces later, when
-// their last piece has been written; all are announced before the warp blocks on a ring slot,
+// A row travels as pieces of at most kMostPiece, peer -> shared memory -> ring, all but one
+// buffer on their way in while a piece is on its way out. Rows are announced a few pieces later,
+// when their last piece has been written; all are announced before the warp blocks on a ring slot,
 // because that slot may depend on them. In a small call the math warps, which have nothing to do
 // yet, copy the rows instead.
 #pragma once
@@ -20,9 +20,13 @@ MEGAMOE_DEVICE FoundRow find_row(const MoEParams& p, SharedStorage& s, uint32_t 
     const uint32_t at = expert_of(p, s.row_begin, row), expert = expert_at(p, at);
     const uint32_t block_m = p.shape.block_m, of_expert = row - s.row_begin[at];
     const RowSource from = row_source(p, s, expert, of_expert);
-    const uint32_t block = s.block_begin[at] + of_expert / block_m, in_block = of_expert % block_m;
+    const ExpertBlocks blocks(p.shape, s.rows[expert]);
+    const uint32_t block_of_expert = blocks.of(of_expert);
+    const uint32_t block = s.block_begin[at] + block_of_expert;
+    const uint32_t in_block = of_expert - blocks.begin(block_of_expert);
     const L1Slot slot = l1_slot(p.shape, s.call.block_base + block);
-    const bool last = of_expert + 1 == s.rows[expert];  // brings the block's padding with it
+    // The block's last row brings its padding with it.
+    const bool last = in_block + 1 == blocks.size(block_of_expert);
     return {{p.at(from.rank, Region::kInput, from.token),
              p.at(from.rank, Region::kInputScale, from.token), in_block,
              uint16_t(last ? block_m - in_block : 1), block < p.shape.ring_l1, slot.slot,
@@ -40,7 +44,8 @@ MEGAMOE_DEVICE uint32_t first_rows(const MoEParams& p, const SharedStorage& s) {
     if (rows > kFirstRows * kMathWarps * gridDim.x) return 0;
     if (s.call.num_blocks <= ring) return rows;
     const uint32_t at = expert_of(p, s.block_begin, ring);
-    return s.row_begin[at] + (ring - s.block_begin[at]) * p.shape.block_m;
+    const ExpertBlocks blocks(p.shape, s.rows[expert_at(p, at)]);
+    return s.row_begin[at] + blocks.begin(ring - s.block_begin[at]);
 }
 
 class Puller {

@@ -16,10 +16,11 @@ inline constexpr uint32_t kMathRegisters = 232, kOtherRegisters = 40;
 // Named barriers; 0 is __syncthreads.
 inline constexpr int kMathBarrier = 1;
 
-// Rows travel in pieces of at most 4 KB.
-inline constexpr uint32_t kPullBuffers = 4, kPullJobs = 32;
+// Rows travel in pieces: large ones, unless tails take the room.
+inline constexpr uint32_t kMostPiece = kTailRows ? 1024 : 4096;
+inline constexpr uint32_t kPullBuffers = kTailRows ? 6 : 4, kPullJobs = 32;
 inline constexpr uint32_t kXRowBytes = kHidden * kElementBytes;
-inline constexpr uint32_t kPieces = ceil_div(kXRowBytes, 4096);
+inline constexpr uint32_t kPieces = ceil_div(kXRowBytes, kMostPiece);
 inline constexpr uint32_t kPieceBytes = align_up(ceil_div(kXRowBytes, kPieces), 16);
 inline constexpr uint32_t kXGroups = kHidden / kGroup;
 // Bulk copies are made of 16 bytes; other rows of scales are read word by word.
@@ -82,7 +83,7 @@ struct SharedStorage {
     alignas(128) float pull_scale[kPullBuffers][align_up(kXGroups, 32)];
     alignas(16) float w_scale[kTaskSlots][kScaleFloats];
     uint64_t row_target[kMaxBlockM];  // where each row of the Linear 2 task goes
-    uint32_t amax[3][kMaxBlockM];
+    uint32_t amax[3][kFewRows];
     MathState math[kMathWarps];
     uint32_t count[kMaxExperts], begin[kMaxExperts];  // [R][E_l]: rows, position in the route list
     uint32_t rows[kMaxExperts + kMaxShared];          // of a local expert

@@ -171,13 +171,14 @@ class CudaSession:
         """Rank 0 compiles; the others find the cubin in the cache, or compile for themselves."""
         result: dict[str, str] | Exception = {}
         cubin: jit.Cubin | None = None
+        tail_rows = self.config.tail_rows
         if rendezvous.rank == 0:
             try:
-                cubin = compile_moe(self._spec, trace=self._trace)
+                cubin = compile_moe(self._spec, tail_rows=tail_rows, trace=self._trace)
             except MegaMoeError as e:
                 result = e
         agree(rendezvous, "compiling the kernel", result)
-        return cubin or compile_moe(self._spec, trace=self._trace)
+        return cubin or compile_moe(self._spec, tail_rows=tail_rows, trace=self._trace)
 
     def _provider(self, rendezvous: Rendezvous, name: str | None) -> SymmetricMemory:
         if not isinstance(rendezvous, GroupRendezvous):

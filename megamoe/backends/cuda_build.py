@@ -13,13 +13,19 @@ from typing import Final
 
 from megamoe import jit, native
 from megamoe.errors import SpecError
-from megamoe.spec import GROUP, MAX_RANKS, EpConfig, MoESpec
+from megamoe.spec import GROUP, MAX_RANKS, TAILED_BLOCK_M, EpConfig, MoESpec
 
 __all__ = ["BOXES", "MoEParams", "check_params", "compile_moe", "cuda_config"]
 
-BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128)
+BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128, TAILED_BLOCK_M)
 """Rows of a box of activations; each has tensor maps of its own."""
 _MAX_BLOCK_M: Final = 128
+_FEW_ROWS_BLOCK: Final = 96
+_FEW_ROWS_TIME: Final = 0.64
+_TAIL_TIME: Final = 0.45
+"""Times of a block of few rows and of a tail, in those of a block of many rows, as measured."""
+_TAILS_GAIN: Final = 0.03
+"""Of a call's blocks, what tails shall spare before they are taken."""
 _MAX_EXPERTS: Final = 512
 _SHORT_RING: Final = 24
 _LONG_RING: Final = 64
@@ -66,11 +72,12 @@ def check_params(cubin: jit.Cubin) -> None:
     assert here == compiled, f"{names}: {here} here, {compiled} in the kernel"
 
 
-def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
+def compile_moe(spec: MoESpec, *, tail_rows: int = 0, trace: bool = False) -> jit.Cubin:
     """The kernel for a layer's matrix shape.
 
     Args:
         spec: the layer.
+        tail_rows: of ``EpConfig``: blocks may have tails.
         trace: build in time stamps and events (``csrc/device/trace.cuh``).
 
     Raises:
@@ -80,6 +87,7 @@ def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
         "MEGAMOE_HIDDEN": spec.hidden,
         "MEGAMOE_INTER": spec.inter,
         "MEGAMOE_FP8": int(spec.weight_dtype == "fp8"),
+        "MEGAMOE_TAIL_ROWS": tail_rows,
     }
     if trace:
         defines["MEGAMOE_TRACE"] = 1
@@ -92,20 +100,40 @@ def compile_moe(spec: MoESpec, *, trace: bool = False) -> jit.Cubin:
     return jit.compile_cubin("moe/moe.cu", defines)
 
 
+def _spared_by_tails(mean: float) -> float:
+    """The share of a call's time that tails are expected to save.
+
+    Args:
+        mean: rows of an expert, which are taken as a Poisson number.
+    """
+    if mean > 1024:
+        return 0.0  # a share of some blocks of many
+    spared = total = 0.0
+    for rows in range(1, math.ceil(mean + 6 * math.sqrt(mean)) + 1):
+        chance = math.exp(rows * math.log(mean) - mean - math.lgamma(rows + 1))
+        full, last = divmod(rows, _MAX_BLOCK_M)
+        total += chance * (full + (_FEW_ROWS_TIME if last <= _FEW_ROWS_BLOCK else 1) * (last > 0))
+        if full and 0 < last <= TAILED_BLOCK_M - _MAX_BLOCK_M:
+            spared += chance * (_FEW_ROWS_TIME - _TAIL_TIME)
+    return spared / total
+
+
 def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
     """``config`` with every 0 replaced by what suits a GPU (``docs/performance.md``).
 
     Raises:
-        SpecError: blocks larger than the kernel's 128 rows, or more experts than its tables hold.
+        SpecError: blocks larger than the kernel's 144 rows, or more experts than its tables hold.
     """
-    if config.block_m > _MAX_BLOCK_M:
-        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … {_MAX_BLOCK_M}, best 128")
+    if config.block_m > TAILED_BLOCK_M:
+        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … 128, best 128, or 144")
     if spec.num_experts > _MAX_EXPERTS:
         raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
-    config = replace(config, block_m=config.block_m or _MAX_BLOCK_M)
-    # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
     mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
-    busy = math.ceil((mean + 4 * math.sqrt(mean)) / config.block_m)
+    if config.block_m == 0:
+        tails = spec.weight_dtype == "fp8" and _spared_by_tails(mean) >= _TAILS_GAIN
+        config = replace(config, block_m=TAILED_BLOCK_M if tails else _MAX_BLOCK_M)
+    # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
+    busy = math.ceil((mean + 4 * math.sqrt(mean)) / (config.block_m - config.tail_rows))
     # Few rows per expert: slots that are soon used again stay in L2. Many: a pull shall be far
     # ahead of its tile. And in either case tiles for all SMs.
     least = _SHORT_RING if mean <= _FEW_ROWS else _LONG_RING

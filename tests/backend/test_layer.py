@@ -78,6 +78,18 @@ def test_bits_do_not_depend_on_rings_or_workers(name):
                 assert counters[rank].high_water_l2 <= b2
 
 
+@pytest.mark.parametrize("rows", [(100, 29), (200, 72), (289, 0)])
+def test_blocks_with_tails_give_the_same_bits(rows):
+    """One block of 129 rows, two of 144 and 128, three of 128: an expert's rows of two ranks."""
+    base = by_name(2)["fp8-one-expert"]
+    case = replace(base, name=f"tails-{rows}", tokens=rows, routing="one_expert")
+    config = replace(LARGE, max_tokens=300, ring_l1_blocks=2, ring_l2_blocks=2, wave_blocks=2)
+    small, _ = run_case(case, replace(config, block_m=8))
+    tails, _ = run_case(case, replace(config, block_m=144), calls=2)
+    for rank, (y, want) in enumerate(zip(tails, small, strict=True)):
+        assert_bitwise(y, want, f"{case.name} rank {rank}")
+
+
 @pytest.mark.parametrize("name", ["fp8-shared", "bf16-shared-clamp", "fp8-duplicates-masked"])
 def test_bits_do_not_depend_on_ep_size(name):
     """One batch, dealt over 1, 2 and 4 ranks."""

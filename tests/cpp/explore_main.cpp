@@ -24,7 +24,7 @@ namespace {
 
 struct Size {
     uint32_t ranks, experts, topk, shared, tokens, units, pullers, block_m, ring, lag, tiles1,
-        tiles2;
+        tiles2, tail_rows = 0;
 };
 
 // BF16 rows of two words per Linear 2 tile: as little state as the layout allows.
@@ -38,6 +38,7 @@ MoEShape make_shape(const Size& z) {
     s.inter = megamoe::kGroup * z.tiles1;
     s.max_tokens = z.tokens;
     s.block_m = z.block_m;
+    s.tail_rows = z.tail_rows;
     s.ring_l1 = s.ring_l2 = z.ring;
     s.wave_blocks = 1;
     s.l2_lag = z.lag;
@@ -142,7 +143,8 @@ struct Case {
     Size size;
     uint32_t calls;
 };
-// Ranks, experts, topk, shared, tokens, units, pullers, block_m, ring, lag, tiles of L1, of L2.
+// Ranks, experts, topk, shared, tokens, units, pullers, block_m, ring, lag, tiles of L1, of L2,
+// tail rows of a block.
 constexpr Case kCases[] = {
     {"2r_1u", {2, 2, 2, 0, 2, 1, 1, 1, 1, 1, 2, 2}, 2},
     {"2r_2u", {2, 2, 2, 0, 2, 2, 1, 1, 1, 1, 1, 1}, 2},
@@ -151,6 +153,7 @@ constexpr Case kCases[] = {
     {"3r_2u", {3, 6, 2, 1, 3, 2, 1, 2, 1, 1, 2, 1}, 4},
     {"4r_1u", {4, 4, 2, 0, 2, 1, 1, 1, 1, 1, 1, 2}, 3},
     {"4r_3u_2p_shared", {4, 8, 3, 1, 4, 3, 2, 2, 2, 1, 2, 2}, 5},
+    {"2r_2u_tail", {2, 2, 2, 1, 5, 2, 2, 3, 2, 1, 1, 1, 1}, 3},
 };
 constexpr uint32_t kNumBounded = 2;  // the first cases, in `bounded`
 

@@ -126,15 +126,15 @@ struct ExactCase {
     const char* name;
     MoEShape shape;
 };
-// num_ranks num_experts topk num_shared hidden inter is_fp8 max_tokens block_m ring_l1 ring_l2
-// wave_blocks l2_lag l2_tile_n num_units num_pullers
+// num_ranks num_experts topk num_shared hidden inter is_fp8 max_tokens block_m tail_rows
+// ring_l1 ring_l2 wave_blocks l2_lag l2_tile_n num_units num_pullers
 constexpr ExactCase kExactCases[] = {
-    {"1r_1u_1p", {1, 4, 2, 0, 128, 128, 0, 9, 2, 1, 1, 1, 1, 128, 1, 1}},
-    {"2r_2u_1p_min", {2, 4, 2, 0, 256, 256, 0, 12, 2, 1, 1, 1, 1, 128, 2, 1}},
-    {"2r_3u_2p_fp8", {2, 6, 3, 1, 256, 128, 1, 10, 4, 2, 3, 2, 2, 128, 3, 2}},
-    {"4r_2u_2p_min", {4, 8, 2, 0, 128, 128, 0, 8, 4, 1, 1, 1, 1, 128, 2, 2}},
-    {"4r_1u_1p_shared", {4, 8, 4, 2, 128, 256, 1, 6, 3, 1, 2, 1, 1, 64, 1, 1}},
-    {"2r_2u_2p_wide", {2, 4, 2, 1, 128, 256, 0, 16, 2, 16, 16, 4, 6, 64, 2, 2}},
+    {"1r_1u_1p", {1, 4, 2, 0, 128, 128, 0, 9, 2, 0, 1, 1, 1, 1, 128, 1, 1}},
+    {"2r_2u_1p_min", {2, 4, 2, 0, 256, 256, 0, 12, 2, 0, 1, 1, 1, 1, 128, 2, 1}},
+    {"2r_3u_2p_fp8", {2, 6, 3, 1, 256, 128, 1, 10, 4, 1, 2, 3, 2, 2, 128, 3, 2}},
+    {"4r_2u_2p_min", {4, 8, 2, 0, 128, 128, 0, 8, 4, 0, 1, 1, 1, 1, 128, 2, 2}},
+    {"4r_1u_1p_shared", {4, 8, 4, 2, 128, 256, 1, 6, 3, 0, 1, 2, 1, 1, 64, 1, 1}},
+    {"2r_2u_2p_wide", {2, 4, 2, 1, 128, 256, 0, 16, 2, 1, 16, 16, 4, 6, 64, 2, 2}},
 };
 
 template <class Sync>

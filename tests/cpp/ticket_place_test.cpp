@@ -46,6 +46,7 @@ int main() {
         s.num_experts = 1 + below(12);
         s.num_shared = below(3);
         s.block_m = 8u << below(3);
+        s.tail_rows = below(2) ? s.block_m / 4 : 0;
         s.inter = kGroup * (1 + below(4));
         s.hidden = kGroup * (1 + below(6));
         s.l2_tile_n = kGroup * (1 + below(2));

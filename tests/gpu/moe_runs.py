@@ -15,8 +15,8 @@ from tests.groups import run_group
 
 MINIMUM = EpConfig(num_ranks=1, max_tokens=400, block_m=8, ring_l1_blocks=1, ring_l2_blocks=1)
 LARGE = EpConfig(num_ranks=1, max_tokens=400, block_m=32)
-BIG = EpConfig(num_ranks=1, max_tokens=400, block_m=128)
-"""Blocks over 96 rows take the many-row path."""
+BIG = EpConfig(num_ranks=1, max_tokens=400, block_m=144)
+"""Blocks over 96 rows take the many-row path, those over 128 have a tail."""
 
 
 @contextmanager

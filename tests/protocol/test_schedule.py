@@ -32,6 +32,7 @@ def make_shape(**fields) -> native.MoEShape:
         "is_fp8": 1,
         "max_tokens": 64,
         "block_m": 1,
+        "tail_rows": 0,
         "ring_l1": 1,
         "ring_l2": 1,
         "wave_blocks": 1,
@@ -64,7 +65,8 @@ def problems(draw) -> Problem:
         "num_shared": shared,
         "hidden": 128 * draw(st.integers(1, 3)),
         "inter": 128 * draw(st.integers(1, 3)),
-        "block_m": draw(st.integers(1, 5)),
+        "block_m": (block_m := draw(st.integers(1, 5))),
+        "tail_rows": draw(st.integers(0, (block_m - 1) // 2)),
         "ring_l1": ring_l1,
         "ring_l2": ring_l2,
         "wave_blocks": draw(st.integers(1, min(ring_l1, ring_l2))),
@@ -82,12 +84,23 @@ def blocks_of_call(problem: Problem) -> list[tuple[int, int, int]]:
     """(expert, first row, rows) of every block: shared experts first, then the routed ones."""
     local = problem.fields["num_experts"] // problem.fields["num_ranks"]
     order = [*range(local, local + problem.fields["num_shared"]), *range(local)]
-    block_m = problem.fields["block_m"]
     return [
-        (expert, row, min(block_m, problem.rows[expert] - row))
+        (expert, sum(sizes[:i]), size)
         for expert in order
-        for row in range(0, problem.rows[expert], block_m)
+        for sizes in [cut(problem.rows[expert], problem.fields)]
+        for i, size in enumerate(sizes)
     ]
+
+
+def cut(rows: int, fields: dict[str, int]) -> list[int]:
+    """Rows of an expert's blocks: short ones, but one less where one tail takes the last's rows."""
+    short = fields["block_m"] - fields["tail_rows"]
+    sizes = [min(short, rows - row) for row in range(0, rows, short)]
+    if len(sizes) > 1 and sizes[-1] <= fields["tail_rows"]:
+        spared = sizes.pop()
+        sizes = [short + fields["tail_rows"], *sizes[1:]]
+        sizes[-1] -= fields["tail_rows"] - spared
+    return sizes
 
 
 def waves_of_call(problem: Problem) -> list[list[int]]:
@@ -210,6 +223,23 @@ def test_example_by_hand():
         (LINEAR2, 1, 2, 0, 1, 0),
         (LINEAR2, 1, 2, 0, 1, 1),
     ]
+
+
+def test_tails_by_hand():
+    """Blocks of 128 rows and up to 16 more, if that saves the expert a block."""
+    shape = make_shape(block_m=144, tail_rows=16, ring_l1=9, ring_l2=9, wave_blocks=3)
+
+    def blocks(rows: int) -> list[tuple[int, int]]:
+        tiles = native.schedule(shape, [rows])
+        return [(first, num) for kind, _, _, first, num, _ in tiles if kind == LINEAR1]
+
+    assert blocks(144) == [(0, 144)]
+    assert blocks(145) == [(0, 128), (128, 17)]
+    assert blocks(256) == [(0, 128), (128, 128)]
+    assert blocks(257) == [(0, 144), (144, 113)]
+    assert blocks(272) == [(0, 144), (144, 128)]
+    assert blocks(273) == [(0, 128), (128, 128), (256, 17)]
+    assert blocks(385) == [(0, 144), (144, 128), (272, 113)]
 
 
 def test_no_rows_no_tiles():

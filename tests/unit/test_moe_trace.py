@@ -67,6 +67,15 @@ def test_cpu_ranks_record_every_tile_once(block_m, b1, b2, monkeypatch):
         assert rows == routed + shared, case.name
 
 
+def test_a_block_with_a_tail_is_traced_with_its_padding(monkeypatch):
+    """An expert's 135 rows of two ranks are one block. No rule is broken."""
+    case = next(c for c in cases(2) if c.name == "fp8-one-expert")
+    case = replace(case, tokens=(75, 60))
+    trace = traces_of(case, monkeypatch, block_m=144)[0]
+    assert trace_problems(trace) == []
+    assert set(trace.of("linear1")["c"].tolist()) == {135}
+
+
 def test_without_the_switch_there_is_no_trace(monkeypatch):
     monkeypatch.delenv("MEGAMOE_TRACE", raising=False)
     case = cases(1)[0]

@@ -6,7 +6,7 @@
 // Rows. Local experts are taken in the order shared first (they need no peer), then routed. The
 // rows of an expert come by source rank, the own rank first and then upwards (so that ranks do not
 // all pull from rank 0 at once), within a source by token and slot. Each expert's rows are cut into
-// blocks of block_m; blocks are numbered through the call.
+// blocks of at most block_m rows (ExpertBlocks); blocks are numbered through the call.
 //
 // Tickets. A wave is up to wave_blocks consecutive blocks of one expert. The order is a sequence of
 // segments: Linear 1 of a wave, or Linear 2 of a wave. Inside a segment the tile column is outer
@@ -88,13 +88,42 @@ class RouteTable {
     uint32_t* begin_;
 };
 
-// Consecutive blocks of one expert. `first_block` counts through the call, `first_row` in the
+// How an expert's rows are cut: into blocks of block_m - tail rows, of which the last has what is
+// left. Where one tail holds that, there is a block less, and the first has the tail: it costs less
+// than a pass over the expert's weights. (More tails would cost as much.)
+class ExpertBlocks {
+  public:
+    MEGAMOE_HD ExpertBlocks(const MoEShape& shape, uint32_t rows)
+        : rows_(rows), step_(shape.block_m - shape.tail()) {
+        const uint32_t last = shape.tail() && rows > step_ ? rows % step_ : 0;
+        if (last > 0 && last <= shape.tail()) tail_ = shape.tail();
+    }
+
+    MEGAMOE_HD uint32_t count() const { return ceil_div(rows_ - tail_, step_); }
+    // First row of a block, and how many it has.
+    MEGAMOE_HD uint32_t begin(uint32_t block) const {
+        return block * step_ + (block > 0 ? tail_ : 0);
+    }
+    MEGAMOE_HD uint32_t size(uint32_t block) const {
+        const uint32_t left = rows_ - begin(block), most = step_ + (block == 0 ? tail_ : 0);
+        return left < most ? left : most;
+    }
+    // The block of a row.
+    MEGAMOE_HD uint32_t of(uint32_t row) const {
+        return row < step_ + tail_ ? 0 : (row - tail_) / step_;
+    }
+
+  private:
+    uint32_t rows_, step_, tail_ = 0;
+};
+
+// Consecutive blocks of one expert. `first_block` counts through the call, `first_of_expert` in the
 // expert.
 struct Wave {
     uint32_t expert;
     uint32_t first_block;
     uint32_t num_blocks;
-    uint32_t first_row;
+    uint32_t first_of_expert;
     MEGAMOE_HD uint32_t end_block() const { return first_block + num_blocks; }
 };
 
@@ -106,17 +135,18 @@ class WaveWalk {
 
     // False when there is none left.
     MEGAMOE_HD bool next(Wave& wave) {
-        while (row_ >= expert_rows_) {
+        while (of_expert_ == expert_blocks_) {
             if (order_ == shape_.total_experts()) return false;
             expert_ = expert_at(order_++);
-            expert_rows_ = rows_(expert_);
-            row_ = 0;
+            const uint32_t rows = rows_(expert_);
+            expert_blocks_ = rows ? ExpertBlocks(shape_, rows).count() : 0;
+            of_expert_ = 0;
         }
-        const uint32_t left = ceil_div(expert_rows_ - row_, shape_.block_m);
+        const uint32_t left = expert_blocks_ - of_expert_;
         const uint32_t n = left < shape_.wave_blocks ? left : shape_.wave_blocks;
-        wave = {expert_, block_, n, row_};
+        wave = {expert_, block_, n, of_expert_};
         block_ += n;
-        row_ += n * shape_.block_m;
+        of_expert_ += n;
         return true;
     }
     MEGAMOE_HD uint32_t blocks_so_far() const { return block_; }
@@ -129,14 +159,15 @@ class WaveWalk {
 
     MoEShape shape_;
     Rows rows_;
-    uint32_t order_ = 0, expert_ = 0, expert_rows_ = 0, row_ = 0, block_ = 0;
+    uint32_t order_ = 0, expert_ = 0, expert_blocks_ = 0, of_expert_ = 0, block_ = 0;
 };
 
 // Blocks of a call.
 template <class Rows>
 MEGAMOE_HD uint32_t count_blocks(const MoEShape& shape, Rows rows) {
     uint32_t blocks = 0;
-    for (uint32_t e = 0; e < shape.total_experts(); ++e) blocks += ceil_div(rows(e), shape.block_m);
+    for (uint32_t e = 0; e < shape.total_experts(); ++e)
+        blocks += ExpertBlocks(shape, rows(e)).count();
     return blocks;
 }
 
@@ -168,14 +199,10 @@ class TileWalk {
         }
         const uint32_t i = ticket - segment_begin_;
         const uint32_t m = i % segment_.num_blocks;
-        const uint32_t row = segment_.first_row + m * shape_.block_m;
-        const uint32_t left = rows_(segment_.expert) - row;
-        return {kind_,
-                segment_.expert,
-                segment_.first_block + m,
-                row,
-                left < shape_.block_m ? left : shape_.block_m,
-                i / segment_.num_blocks};
+        const ExpertBlocks blocks(shape_, rows_(segment_.expert));
+        const uint32_t of_expert = segment_.first_of_expert + m, row = blocks.begin(of_expert);
+        return {kind_, segment_.expert,        segment_.first_block + m,
+                row,   blocks.size(of_expert), i / segment_.num_blocks};
     }
 
   private:

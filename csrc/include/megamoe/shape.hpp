@@ -15,7 +15,8 @@ namespace megamoe {
     X(inter)       /* I */                                                                    \
     X(is_fp8)      /* 1: e4m3 rows with FP32 scales per 128 columns; 0: BF16 rows */          \
     X(max_tokens)  /* T_max, tokens that one rank may bring */                                \
-    X(block_m)     /* rows of a ring block */                                                 \
+    X(block_m)     /* rows that a ring block has room for */                                  \
+    X(tail_rows)   /* of them, below half: rows taken where that saves an expert a block */   \
     X(ring_l1)     /* B1, blocks of the ring of pulled tokens */                              \
     X(ring_l2)     /* B2, blocks of the ring of intermediates */                              \
     X(wave_blocks) /* blocks of one expert that share a pass over its weights */              \
@@ -29,6 +30,14 @@ struct MoEShape {
     MEGAMOE_SHAPE_FIELDS(X)
 #undef X
 
+    // A GPU kernel is compiled for blocks with or without tails.
+    MEGAMOE_HD constexpr uint32_t tail() const {
+#ifdef MEGAMOE_TAIL_ROWS
+        return MEGAMOE_TAIL_ROWS;
+#else
+        return tail_rows;
+#endif
+    }
     MEGAMOE_HD constexpr uint32_t local_experts() const { return num_experts / num_ranks; }
     // Routed experts of this rank, then the shared ones.
     MEGAMOE_HD constexpr uint32_t total_experts() const { return local_experts() + num_shared; }
