@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from launcher.ranks import Group
 from launcher.stress_cases import blocks_of
-from megamoe.spec import EpConfig, MoESpec
+from megamoe.spec import TAILED_BLOCK_M, EpConfig, MoESpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,7 +136,7 @@ def _configs(group: Group, options: SoakOptions, plan: random.Random) -> list[Ep
         configs.append(
             replace(
                 base,
-                block_m=plan.choice((8, 16, 32, 64, 128)),
+                block_m=plan.choice((8, 16, 32, 64, 128, TAILED_BLOCK_M)),
                 ring_l1_blocks=b1,
                 ring_l2_blocks=b2,
                 wave_blocks=plan.randint(1, min(b1, b2)),
@@ -195,9 +195,7 @@ def make_batches(
     for opened in layers:
         config = opened.layer.config
         least_ring = min(config.ring_l1_blocks, config.ring_l2_blocks)
-        opened.reuses = [
-            max(blocks_of(spec, config.block_m, b.every_idx)) > least_ring for b in batches
-        ]
+        opened.reuses = [max(blocks_of(spec, config, b.every_idx)) > least_ring for b in batches]
     return batches, worst
 
 

@@ -214,7 +214,7 @@ def _row(
     spec, config = options.spec, layer.config
     ring_l1, ring_l2 = config.ring_l1_blocks, config.ring_l2_blocks
     spread = skew([m["idx"] for m in every], spec)
-    blocks = blocks_of(spec, config.block_m, [m["idx"] for m in every])
+    blocks = blocks_of(spec, config, [m["idx"] for m in every])
     return {
         "routing": load.routing,
         "ring_blocks_l1": ring_l1,
@@ -257,16 +257,24 @@ def pressure(layer: MoELayer, counters: Counters) -> tuple[int | None, int | Non
     return waited, int(max(l1, default=0)), int(max(l2, default=0))
 
 
-def blocks_of(spec: MoESpec, block_m: int, topk_idx: list[Tensor]) -> list[int]:
+def blocks_of(spec: MoESpec, config: EpConfig, topk_idx: list[Tensor]) -> list[int]:
     """Blocks that each rank works on; those beyond a ring's capacity take a slot used before."""
     import torch
 
     rows = torch.stack(
         [torch.bincount(t[t >= 0].flatten(), minlength=spec.num_experts) for t in topk_idx]
     ).sum(0)
-    routed = -(-rows.view(len(topk_idx), -1) // block_m)
-    shared = [spec.num_shared * -(-t.shape[0] // block_m) for t in topk_idx]
-    return [int(n) + s for n, s in zip(routed.sum(1), shared, strict=True)]
+    # As ExpertBlocks of schedule.hpp: a tail, where blocks have room for one, spares a last block.
+    tail = config.tail_rows
+    step = config.block_m - tail
+
+    def blocks(n: Tensor) -> Tensor:
+        spared = (n > step) & (n % step > 0) & (n % step <= tail)
+        return -(-(n - tail * spared) // step)
+
+    shared = torch.tensor([[t.shape[0]] for t in topk_idx]).expand(-1, spec.num_shared)
+    found = torch.cat([rows.view(len(topk_idx), -1), shared], 1)
+    return [int(n) for n in blocks(found).sum(1)]
 
 
 def _judge(

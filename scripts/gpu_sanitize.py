@@ -26,6 +26,7 @@ BF16 = replace(SPEC, weight_dtype="bf16")
 CASES = {
     "few": (Case("few", SPEC, (13,), "uniform+masked:0.2"), 32),
     "many": (Case("many", replace(SPEC, num_experts=2, num_shared=0), (110,)), 128),
+    "tail": (Case("tail", replace(SPEC, num_experts=2, num_shared=0), (137,)), 144),
     "minimum": (Case("minimum", SPEC, (9,), "zipf:1.2"), 8),
     "bf16": (Case("bf16", BF16, (9,)), 32),
     "two": (Case("two", SPEC, (5, 9)), 16),
@@ -33,17 +34,21 @@ CASES = {
 """By name: the case and rows of a block; "two" is two ranks as threads that share the GPU."""
 
 
-def run(case: Case, block_m: int) -> None:
+def config_of(case: Case, block_m: int) -> EpConfig:
     rings = 1 if block_m == 8 else 0
-    config = EpConfig(
+    return EpConfig(
         num_ranks=case.num_ranks,
-        max_tokens=128,
+        max_tokens=144,
         block_m=block_m,
         ring_l1_blocks=rings,
         ring_l2_blocks=rings,
         num_workers=4,
         timeout_s=60,
     )
+
+
+def run(case: Case, block_m: int) -> None:
+    config = config_of(case, block_m)
 
     def body(rendezvous):
         with opened(case.spec, config, rendezvous) as layer:
@@ -62,11 +67,11 @@ def run(case: Case, block_m: int) -> None:
 def main() -> None:
     jit._FLAGS = (*jit._FLAGS, "--generate-line-info")
     if sys.argv[1:] == ["--compile"]:
-        for case, _ in CASES.values():
-            compile_moe(case.spec)
+        for case, block_m in CASES.values():
+            compile_moe(case.spec, tail_rows=config_of(case, block_m).tail_rows)
         return
     torch.zeros(1, device="cuda")
-    for name in sys.argv[1:] or ["few", "many", "minimum", "bf16"]:
+    for name in sys.argv[1:] or ["few", "many", "tail", "minimum", "bf16"]:
         start = time.monotonic()
         run(*CASES[name])
         print(f"{name}: right, {time.monotonic() - start:.1f} s", flush=True)

@@ -18,6 +18,7 @@ from launcher import stress, stress_cases
 from launcher.thread_ranks import run_in_threads
 from megamoe.errors import SpecError
 from megamoe.layer import MoELayer
+from megamoe.spec import EpConfig, MoESpec
 
 SMALL = ["--tokens", "10", "--hidden", "128", "--inter", "128", "--experts", "4", "--topk", "2"]
 
@@ -282,3 +283,15 @@ def test_what_a_thread_of_one_group_raises_ends_the_other_groups():
 
     with pytest.raises(ValueError, match="of group 1"):
         run_in_threads(2, "cpu", work, groups=3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [(128, 1), (129, 1), (144, 1), (145, 2), (257, 2), (272, 2), (273, 3)]
+)
+def test_a_tail_spares_an_expert_a_block(rows, blocks):
+    spec = MoESpec(hidden=256, inter=256, num_experts=2, topk=1)
+    config = EpConfig(num_ranks=1, max_tokens=512, block_m=144)
+    idx = torch.zeros(rows, 1, dtype=torch.int64)
+    assert stress_cases.blocks_of(spec, config, [idx]) == [blocks]
+    shared = replace(spec, num_shared=2)
+    assert stress_cases.blocks_of(shared, config, [idx]) == [3 * blocks]
