@@ -97,8 +97,9 @@ def main() -> None:
             )  # fmt: skip
             for row in rows[-len(options.variants.split(",")) :]:
                 say({k: v for k, v in row.items() if k not in ("series", "reasons", "model")})
-        if group.first:
-            (options.out / "power.json").write_text(json.dumps({"meta": meta, "rows": rows}) + "\n")
+            if group.first:
+                text = json.dumps({"meta": meta, "rows": rows})
+                (options.out / "power.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
