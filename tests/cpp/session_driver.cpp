@@ -147,8 +147,8 @@ std::vector<Token> draw_tokens(const MoEShape& s, uint32_t n, uint32_t seed) {
 
 MoEShape session_shape(uint32_t ranks, bool fp8, uint32_t ring, uint32_t units, uint32_t pullers) {
     const uint32_t wave = ring > 1 ? 2 : 1;
-    return {ranks, 4,    2,    1,    256, 256, fp8 ? 1U : 0U, 24,
-            2,     ring, ring, wave, 1,   128, units,         pullers};
+    return {ranks, 4,    2,    1,    256, 256, fp8 ? 1U : 0U, 24,     2,
+            0,     ring, ring, wave, 1,   128, units,         pullers};
 }
 
 int run_equal() {
