@@ -1,9 +1,8 @@
 """Which engine is faster for a shape, from committed measurements.
 
-``EVIDENCE`` repeats ``benchmarks/results/attention_pre_h200.json`` (cold L2, the last complete run
-of each engine); a test compares the two. Other shapes take the nearest one that was measured, if it
-is near. Times of a tuner, which are lower for the standalone kernels, do not count: see
-``docs/cmp.md``.
+``EVIDENCE`` repeats ``benchmarks/results/attention_pre_h200.json`` (cold L2, both engines in one
+process); a test compares the two. Other shapes take the nearest one that was measured, if it is
+near.
 """
 
 from __future__ import annotations
@@ -32,7 +31,19 @@ class Evidence:
     cmp_us: float
 
 
-EVIDENCE: Final[tuple[Evidence, ...]] = (Evidence(16, 8192, 33.71, 35.067),)
+EVIDENCE: Final[tuple[Evidence, ...]] = (
+    Evidence(1, 2048, 29.054, 29.733),
+    Evidence(1, 8192, 29.436, 29.802),
+    Evidence(1, 65536, 30.719, 31.618),
+    Evidence(16, 2048, 32.785, 32.182),
+    Evidence(16, 8192, 32.967, 30.228),
+    Evidence(16, 65536, 44.108, 46.071),
+    Evidence(64, 2048, 42.777, 43.295),
+    Evidence(64, 8192, 47.586, 48.187),
+    Evidence(64, 65536, 86.62, 102.027),
+    Evidence(128, 2048, 64.334, 63.178),
+    Evidence(128, 8192, 73.834, 76.936),
+)
 _FAR_ROWS: Final = 1
 _FAR_KEYS: Final = 2
 """Octaves beyond which a measurement says nothing: then the megakernel, which was timed at every
