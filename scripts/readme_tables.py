@@ -49,6 +49,20 @@ def source(found: Found, *names: str) -> str:
     return f"*{'; '.join(said)}. From {files}.*"
 
 
+def of_commits(rows: list[Found]) -> str:
+    """Which rows, by their place in the table, are of which revision."""
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(rows, 1):
+        places.setdefault(row["commit"], []).append(place)
+    said = [
+        f"{min(of)} to {max(of)} are of {commit}"
+        if of == list(range(min(of), max(of) + 1))
+        else f"{', '.join(map(str, of))} are of {commit}"
+        for commit, of in places.items()
+    ]
+    return f"Rows {', '.join(said)}"
+
+
 def same_inputs(row: Found) -> tuple[Any, ...]:
     return tuple(str(row.get(key)) for key in ("model", "ranks", "tokens", "routing"))
 
@@ -106,6 +120,9 @@ def gpu_rows(name: str) -> list[str]:
     )
     missing = len(found["rows"]) - len(rows)
     lines = [*table(columns, body), "", source(found, name)]
+    commits = {row.get("commit", found["meta"]["commit"]) for row in rows}
+    if len(commits) > 1:
+        lines.append(f"*{of_commits(rows)}.*")
     if bracketed:
         lines.append("*In brackets: of an earlier run, see the file's notes.*")
     if missing:
