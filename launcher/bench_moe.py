@@ -95,7 +95,9 @@ def command(
     ] = None,
     suite: Annotated[
         str | None,
-        typer.Option(help=f"Instead of model, tokens and routing: {', '.join(SUITES)}."),
+        typer.Option(
+            help=f"Named cases instead of --model, --tokens and --routing: {', '.join(SUITES)}."
+        ),
     ] = None,
     experts: ExpertsOption = None,
     share_of: Annotated[

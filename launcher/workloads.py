@@ -355,7 +355,10 @@ def tokens_per_rank(text: str, num_ranks: int, seed: int = 0) -> list[int]:
         if len(counts) == 1:
             return counts * num_ranks
         if len(counts) != num_ranks:
-            raise SpecError(f"tokens {text!r}: {len(counts)} counts for {num_ranks} ranks")
+            raise SpecError(
+                f"tokens {text!r}: {len(counts)} counts for {num_ranks} ranks: give one count for "
+                "each rank"
+            )
         return counts
     if pattern not in TOKEN_PATTERNS or len(counts) != 1:
         raise SpecError(f"tokens {text!r}: the pattern must be one of {', '.join(TOKEN_PATTERNS)}")
