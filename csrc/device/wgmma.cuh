@@ -100,32 +100,21 @@ MEGAMOE_MMA_BOTH(80, 40, 41, 42, 43, 44)
 MEGAMOE_MMA_BOTH(96, 48, 49, 50, 51, 52)
 MEGAMOE_MMA_BOTH(128, 64, 65, 66, 67, 68)
 #undef MEGAMOE_MMA_BOTH
-
-// The same with A in registers: for a step of 32 bytes of K, rows lane / 4 and 8 more of the warp's
-// 16, each with 4 bytes at lane % 4 * 4, then both at 16 more.
-template <int N, bool kFp8>
-struct MmaFromRegisters;
-
-#define MEGAMOE_MMA_REGISTERS(N, FP8, TYPES, TAIL, A0, A1, A2, A3, B, HB, P)                  \
-    template <>                                                                               \
-    struct MmaFromRegisters<N, FP8> {                                                         \
-        template <uint32_t kStrideB>                                                          \
-        MEGAMOE_DEVICE static void run(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b, \
-                                       int accumulate) {                                      \
-            asm volatile("{ .reg .pred p; .reg .b64 db; setp.ne.b32 p, %" #P                  \
-                         ", 0;\n"                                                             \
-                         "mov.b64 db, {%" #B ", %" #HB                                        \
-                         "};\n"                                                               \
-                         "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" MEGAMOE_TEXT_##N   \
-                         "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, db, p, " TAIL "; }\n"  \
-                         : MEGAMOE_REGS_##N                                                   \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b),                \
-                           "n"(descriptor_high(kStrideB)), "r"(accumulate));                  \
-        }                                                                                     \
-    };
-MEGAMOE_MMA_REGISTERS(16, true, "k32.f32.e4m3.e4m3", "1, 1", 8, 9, 10, 11, 12, 13, 14)
-MEGAMOE_MMA_REGISTERS(16, false, "k16.f32.bf16.bf16", "1, 1, 0", 8, 9, 10, 11, 12, 13, 14)
-#undef MEGAMOE_MMA_REGISTERS
 #undef MEGAMOE_MMA
+
+// FP8, 16 tokens, with A in registers: for a step of 32 bytes of K, rows lane / 4 and 8 more of the
+// warp's 16, each with 4 bytes at lane % 4 * 4, then both at 16 more.
+template <uint32_t kStrideB>
+MEGAMOE_DEVICE void mma_from_registers(float (&d)[8], const uint32_t (&a)[4], uint32_t b,
+                                       int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 db; setp.ne.b32 p, %14, 0;\n"
+        "mov.b64 db, {%12, %13};\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" MEGAMOE_TEXT_16
+        "}, {%8, %9, %10, %11}, db, p, 1, 1; }\n"
+        : MEGAMOE_REGS_16
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(descriptor_high(kStrideB)),
+          "r"(accumulate));
+}
 
 }  // namespace megamoe::wgmma

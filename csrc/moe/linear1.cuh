@@ -2,7 +2,7 @@
 //
 // The rows of a stored W1 tile are permuted so that both paths end with neighbouring columns in a
 // thread: row 16 P + 8 u + i (u: 0 gate, 1 up) is column 16 (P / 2) + 4 (i / 2) + 2 (P % 2) + i % 2
-// of the tile's 128. backends/cuda.py permutes; hand-offs 6 and 7 of protocol.hpp.
+// of the tile's 128. backends/cuda_pack.py permutes; hand-offs 6 and 7 of protocol.hpp.
 #pragma once
 
 #include "moe/mainloop_few.cuh"

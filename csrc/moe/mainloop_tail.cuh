@@ -2,8 +2,8 @@
 //
 // The tail is a third step of each stage, in which a warpgroup multiplies 128 of the weight rows,
 // as two m64n16 tiles, with the 16 rows. It costs less than a block of its own, which would fetch
-// the weights again. Weights come from registers here: wgmma takes as long to read 64 of their rows
-// from shared memory as to multiply them with 64 tokens.
+// the weights again. FP8 weights come from registers here: wgmma takes as long to read 64 of their
+// rows from shared memory as to multiply them with 64 tokens. BF16 would take 64 registers.
 //
 // 144 accumulators and 64 partial sums leave few registers: scales are read where they are wanted,
 // positions are one word, and the wait for the next stage, which is a branch, keeps the compiler
@@ -15,9 +15,6 @@
 namespace megamoe::moe {
 
 using TailAccumulators = float[2][kTailRows / 2];
-
-// BF16 would take 64 registers of weights.
-inline constexpr bool kTailFromRegisters = kFp8;
 
 // acc: as of MainloopMany; tail: as of mainloop_few, for the rows from kManyRows on.
 class MainloopTail {
@@ -106,16 +103,13 @@ class MainloopTail {
     }
     MEGAMOE_DEVICE void tail_step(TailAccumulators& tail, uint32_t first, uint32_t second) {
         TailAccumulators part;
-        uint32_t weights[kPerGroup][2][4][4];
-        if constexpr (kTailFromRegisters) {
-            load_weights(weights[0], first);
-            if constexpr (!kFp8) load_weights(weights[1], second);
-        }
+        uint32_t weights[2][4][4];
+        if constexpr (kFp8) load_weights(weights, first);
 #pragma unroll
         for (int t = 0; t < 2; ++t) wgmma::pin(part[t]);
         wgmma::fence();
-        issue_tail(part, weights[0], first, false);
-        if constexpr (!kFp8) issue_tail(part, weights[1], second, true);
+        issue_tail(part, weights, first, false);
+        if constexpr (!kFp8) issue_tail(part, weights, second, true);
         wgmma::commit();
         float w[2] = {1.f, 1.f};  // scales of the two tiles
         float2 x[kTailRows / 8];  // and of the rows, two of each eight
@@ -131,9 +125,9 @@ class MainloopTail {
         wgmma::wait<0>();
         // Registers that wgmma reads are in use till here.
 #pragma unroll
-        for (uint32_t i = 0; i < kPerGroup * 32; ++i)
-            if constexpr (kTailFromRegisters)
-                asm volatile("" : "+r"(weights[i / 32][i / 16 % 2][i / 4 % 4][i % 4])::"memory");
+        for (uint32_t i = 0; i < 32; ++i)
+            if constexpr (kFp8)
+                asm volatile("" : "+r"(weights[i / 16][i / 4 % 4][i % 4])::"memory");
         release(first);
         if constexpr (!kFp8) release(second);
 #pragma unroll
@@ -170,13 +164,13 @@ class MainloopTail {
         for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (uint32_t t = 0; t < 2; ++t)
-                if constexpr (!kTailFromRegisters)
+                if constexpr (kFp8)
+                    wgmma::mma_from_registers<1024>(part[t], weights[t][k], b + k * wgmma::kStepK,
+                                                    accumulate || k > 0);
+                else
                     wgmma::Mma<kTailRows, kFp8>::template run<2048, 1024>(
                         part[t], a + t * (1024 / 16) + k * wgmma::kStepK, b + k * wgmma::kStepK,
                         accumulate || k > 0);
-                else
-                    wgmma::MmaFromRegisters<kTailRows, kFp8>::template run<1024>(
-                        part[t], weights[t][k], b + k * wgmma::kStepK, accumulate || k > 0);
     }
     MEGAMOE_DEVICE void release(uint32_t stage) {
         __syncwarp();

@@ -3,9 +3,9 @@
 //   rows of the block   path                                  mainloop
 //   1..96               weights on the M side of wgmma        mainloop_few.cuh
 //   97..128             tokens on the M side                  mainloop_many.cuh
-//   129..144            both, where blocks have tails          mainloop_tail.cuh
+//   129..144            both, where blocks have tails         mainloop_tail.cuh
 //
-// Both give the same bits: the same order of K, of scales and of rounding.
+// All give the same bits: the same order of K, of scales and of rounding.
 #pragma once
 
 #include "moe/combine.cuh"

@@ -12,7 +12,7 @@
 
 #if !defined(MEGAMOE_HIDDEN) || !defined(MEGAMOE_INTER) || !defined(MEGAMOE_FP8) || \
     !defined(MEGAMOE_TAIL_ROWS)
-#error "compile through megamoe/jit.py: it defines the matrix shape"
+#error "compile by compile_moe of megamoe/backends/cuda_build.py: it defines the matrix shape"
 #endif
 
 namespace megamoe::moe {

@@ -16,7 +16,7 @@ namespace megamoe {
     X(is_fp8)      /* 1: e4m3 rows with FP32 scales per 128 columns; 0: BF16 rows */          \
     X(max_tokens)  /* T_max, tokens that one rank may bring */                                \
     X(block_m)     /* rows that a ring block has room for */                                  \
-    X(tail_rows)   /* of them, below half: rows taken where that saves an expert a block */   \
+    X(tail_rows)   /* of them, rows taken only where that saves an expert a block */          \
     X(ring_l1)     /* B1, blocks of the ring of pulled tokens */                              \
     X(ring_l2)     /* B2, blocks of the ring of intermediates */                              \
     X(wave_blocks) /* blocks of one expert that share a pass over its weights */              \
