@@ -19,17 +19,18 @@ __all__ = ["BOXES", "MoEParams", "check_params", "compile_moe", "cuda_config"]
 
 BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128, TAILED_BLOCK_M)
 """Rows of a box of activations; each has tensor maps of its own."""
-_MAX_BLOCK_M: Final = 128
-_FEW_ROWS_BLOCK: Final = 96
+_BLOCK_M: Final = 128
+_MOST_FEW_ROWS: Final = 96
+"""Rows of a block up to which weights are on the M side of wgmma (csrc/moe/math.cuh)."""
 _FEW_ROWS_TIME: Final = 0.64
 _TAIL_TIME: Final = 0.45
 """Times of a block of few rows and of a tail, in those of a block of many rows, as measured."""
 _TAILS_GAIN: Final = 0.03
-"""Of a call's blocks, what tails shall spare before they are taken."""
+"""Of a call's time, what tails shall save before they are taken."""
 _MAX_EXPERTS: Final = 512
 _SHORT_RING: Final = 24
 _LONG_RING: Final = 64
-_FEW_ROWS: Final = 64
+_SHORT_RING_ROWS: Final = 64
 """Mean rows of an expert up to which the short ring is the faster one."""
 _RING_TILES: Final = 384
 """Linear 1 tiles that a ring shall hold: nearly three for each SM of an H200."""
@@ -111,9 +112,9 @@ def _spared_by_tails(mean: float) -> float:
     spared = total = 0.0
     for rows in range(1, math.ceil(mean + 6 * math.sqrt(mean)) + 1):
         chance = math.exp(rows * math.log(mean) - mean - math.lgamma(rows + 1))
-        full, last = divmod(rows, _MAX_BLOCK_M)
-        total += chance * (full + (_FEW_ROWS_TIME if last <= _FEW_ROWS_BLOCK else 1) * (last > 0))
-        if full and 0 < last <= TAILED_BLOCK_M - _MAX_BLOCK_M:
+        full, last = divmod(rows, _BLOCK_M)
+        total += chance * (full + (_FEW_ROWS_TIME if last <= _MOST_FEW_ROWS else 1) * (last > 0))
+        if full and 0 < last <= TAILED_BLOCK_M - _BLOCK_M:
             spared += chance * (_FEW_ROWS_TIME - _TAIL_TIME)
     return spared / total
 
@@ -125,18 +126,18 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
         SpecError: blocks larger than the kernel's 144 rows, or more experts than its tables hold.
     """
     if config.block_m > TAILED_BLOCK_M:
-        raise SpecError(f"block_m = {config.block_m}: the GPU takes 8 … 128, best 128, or 144")
+        raise SpecError(f"block_m = {config.block_m}: the GPU takes at most 128, or 144; 0 chooses")
     if spec.num_experts > _MAX_EXPERTS:
         raise SpecError(f"num_experts = {spec.num_experts}: the GPU takes at most {_MAX_EXPERTS}")
     mean = config.max_tokens * spec.topk * config.num_ranks / spec.num_experts
     if config.block_m == 0:
         tails = spec.weight_dtype == "fp8" and _spared_by_tails(mean) >= _TAILS_GAIN
-        config = replace(config, block_m=TAILED_BLOCK_M if tails else _MAX_BLOCK_M)
+        config = replace(config, block_m=TAILED_BLOCK_M if tails else _BLOCK_M)
     # Rows of a busy expert: a wave that holds them all reads its weights from memory once.
     busy = math.ceil((mean + 4 * math.sqrt(mean)) / (config.block_m - config.tail_rows))
     # Few rows per expert: slots that are soon used again stay in L2. Many: a pull shall be far
     # ahead of its tile. And in either case tiles for all SMs.
-    least = _SHORT_RING if mean <= _FEW_ROWS else _LONG_RING
+    least = _SHORT_RING if mean <= _SHORT_RING_ROWS else _LONG_RING
     rings = min(config.max_blocks(spec), max(least, math.ceil(_RING_TILES * GROUP / spec.inter)))
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
     wave = config.wave_blocks or max(1, min(16, busy, b1, b2))
