@@ -4,8 +4,8 @@
 
 Descent over ``Tuning`` of each kernel: one change at a time, then several, kept if a graph of many
 runs over cold copies gets faster by more than the noise. Every setting's scores are compared with
-the first one's, bit by bit, before it is timed. Prints what it kept; the winner
-is written into ``megamoe.cmp.tuning`` by hand, with the figures.
+the first one's, bit by bit, before it is timed. Prints what it kept; the winner is written into
+``megamoe.cmp.tuning`` by hand, with the figures.
 """
 
 from __future__ import annotations
