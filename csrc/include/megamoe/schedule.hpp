@@ -149,7 +149,6 @@ class WaveWalk {
         of_expert_ += n;
         return true;
     }
-    MEGAMOE_HD uint32_t blocks_so_far() const { return block_; }
 
   private:
     MEGAMOE_HD uint32_t expert_at(uint32_t order) const {
