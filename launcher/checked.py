@@ -18,7 +18,7 @@ from megamoe.errors import SpecError
 
 __all__ = ["WRITTEN", "Command", "add", "need_writable"]
 
-WRITTEN: Final = frozenset({"output", "svg", "trace", "report", "folder"})
+WRITTEN: Final = frozenset({"output", "svg", "trace", "report", "folder", "workdir"})
 """Parameters that name files or folders to be written; other paths are read."""
 
 
@@ -54,7 +54,7 @@ def need_writable(option: str, path: Path) -> None:
                 return
         if path.exists() and not path.is_dir():
             return  # /dev/stdout and the like
-        if path.is_dir() and option not in ("--report", "folder"):
+        if path.is_dir() and option not in ("--report", "--workdir", "folder"):
             raise IsADirectoryError("it is a folder, and a file is to be written")
         folder = path
         while not folder.exists():

@@ -31,6 +31,7 @@ from launcher.console import (
     table,
 )
 from launcher.ranks import Group, run_in_group
+from megamoe.errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,8 @@ _LAYER: Final = 1
 _SIZES: Final[dict[str, Any]] = {"hidden": 512, "inter": 256, "num_experts": 16, "topk": 4}
 _SEED: Final = 3
 _CALLS: Final = 20
+_MARK: Final = "made-by-megamoe-demo"
+"""A file beside the checkpoint: this folder may be written again."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,13 @@ def _write(group: Group, folder: Path) -> None:
     if group.first:
         from launcher.synthetic import write_checkpoint
 
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
+            raise SpecError(
+                f"--workdir {folder} holds files that are not the demo's, which would write over "
+                "them: give a new or empty folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARK).touch()
         write_checkpoint(folder, _FAMILY, seed=_SEED, **_SIZES)
 
 

@@ -193,7 +193,7 @@ def _split(options: _Options, spec: MoESpec, num_ranks: int) -> list[int]:
     spec.experts_per_rank(num_ranks)
     if options.split is None:
         return [total * (r + 1) // num_ranks - total * r // num_ranks for r in range(num_ranks)]
-    counts = tokens_per_rank(options.split, num_ranks)
+    counts = tokens_per_rank(options.split, num_ranks, option="--split")
     if sum(counts) != total:
         raise SpecError(
             f"--split {options.split} is {sum(counts)} tokens, but {options.input} holds {total}"
@@ -254,10 +254,11 @@ def _read_input(
 def _write_output(path: Path, y: Tensor | None) -> None:
     if y is None:
         return
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     make_folder_for(path)
-    save_file({"hidden_states": y}, path)
+    # Not save_file, which replaces what it is given, a device or a link as well.
+    path.write_bytes(save({"hidden_states": y}))
 
 
 def _figures(layer: MoELayer, idx: Tensor) -> dict[str, Any]:

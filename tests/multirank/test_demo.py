@@ -67,6 +67,24 @@ def test_a_wrong_value_is_an_exit_code_of_1(monkeypatch, tmp_path):
     assert (tmp_path / "w" / "config.json").exists()
 
 
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    mine = tmp_path / "config.json"
+    mine.write_text('{"mine": 1}')
+    arguments = ["demo", "--ranks", "1", "--tokens", "6", "--workdir", str(tmp_path)]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2, found.output
+    assert "holds files that are not the demo's" in found.stderr
+    assert mine.read_text() == '{"mine": 1}'
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_its_own_folder_may_be_written_again(tmp_path):
+    arguments = ["demo", "--ranks", "1", "--tokens", "6", "--workdir", str(tmp_path / "w")]
+    for _ in range(2):
+        found = CliRunner().invoke(app, arguments)
+        assert found.exit_code == 0, found.output
+
+
 def test_bad_token_counts_are_refused():
     found = CliRunner().invoke(app, ["demo", "--ranks", "1", "--tokens", "many"])
     assert found.exit_code == 2

@@ -69,6 +69,15 @@ def alone(folder) -> torch.Tensor:
     return load_file(folder / "alone.safetensors")["hidden_states"]
 
 
+def test_a_link_is_written_through(folder, alone):
+    """As into a device; a renamed temporary file would take its place."""
+    (folder / "link.safetensors").symlink_to("behind.safetensors")
+    found = in_process(folder, "link.safetensors")
+    assert found.exit_code == 0, found.output
+    assert (folder / "link.safetensors").is_symlink()
+    assert torch.equal(load_file(folder / "behind.safetensors")["hidden_states"], alone)
+
+
 @pytest.mark.parametrize("weight_dtype", ["bf16", "fp8"])
 def test_one_rank_against_the_oracle(folder, weight_dtype):
     found = in_process(folder, f"{weight_dtype}.safetensors", "--weight-dtype", weight_dtype)
