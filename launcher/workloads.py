@@ -340,8 +340,12 @@ def skew(topk_idx: Sequence[Tensor], spec: MoESpec) -> Skew:
     )
 
 
-def tokens_per_rank(text: str, num_ranks: int, seed: int = 0) -> list[int]:
+def tokens_per_rank(
+    text: str, num_ranks: int, seed: int = 0, *, option: str = "tokens"
+) -> list[int]:
     """Tokens of each rank: ``"64"``, ``"64,0,17,3"`` or ``"ramp:64"`` (see TOKEN_PATTERNS).
+
+    ``option`` is what messages call it.
 
     Raises:
         SpecError: not of that form, or a list of another length than R.
@@ -349,19 +353,21 @@ def tokens_per_rank(text: str, num_ranks: int, seed: int = 0) -> list[int]:
     pattern, colon, value = text.partition(":")
     numbers = (value if colon else text).split(",")
     if not all(n.strip().isdigit() for n in numbers):
-        raise SpecError(f"tokens {text!r}: write T, T0,T1,... or PATTERN:T with {TOKEN_PATTERNS}")
+        raise SpecError(f"{option} {text!r}: write T, T0,T1,... or PATTERN:T with {TOKEN_PATTERNS}")
     counts = [int(n) for n in numbers]
     if not colon:
         if len(counts) == 1:
             return counts * num_ranks
         if len(counts) != num_ranks:
             raise SpecError(
-                f"tokens {text!r}: {len(counts)} counts for {num_ranks} ranks: give one count for "
-                "each rank"
+                f"{option} {text!r}: {len(counts)} counts for {num_ranks} ranks: give one count "
+                "for each rank"
             )
         return counts
     if pattern not in TOKEN_PATTERNS or len(counts) != 1:
-        raise SpecError(f"tokens {text!r}: the pattern must be one of {', '.join(TOKEN_PATTERNS)}")
+        raise SpecError(
+            f"{option} {text!r}: the pattern must be one of {', '.join(TOKEN_PATTERNS)}"
+        )
     most, last = counts[0], num_ranks - 1
     if pattern == "ramp":
         return [most * r // last if last else most for r in range(num_ranks)]

@@ -223,6 +223,8 @@ def test_tokens_per_rank():
     ]:
         with pytest.raises(SpecError, match=message):
             tokens_per_rank(text, 3)
+    with pytest.raises(SpecError, match="--split '7,8'"):
+        tokens_per_rank("7,8", 3, option="--split")
 
 
 def test_activations_differ_in_scale_between_groups():
