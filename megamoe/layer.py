@@ -80,7 +80,7 @@ class MoELayer:
             CapacityError: more than ``max_tokens`` tokens. Nothing was sent.
             PeerTimeout: a rank did not come, or came too late; see ``reset``.
         """
-        hidden, scale = (x, None) if isinstance(x, Tensor) else x
+        hidden, scale = _rows_and_scales(x)
         self._check(hidden, scale, topk_idx, topk_weight)
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
         self._session.stage(hidden, scale)
@@ -159,6 +159,9 @@ class MoELayer:
     ) -> None:
         """Everything that can be wrong with a call."""
         spec = self.spec
+        for name, tensor in (("topk_idx", topk_idx), ("topk_weight", topk_weight)):
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{name} is a {_kind(tensor)}: must be a torch.Tensor")
         if x.dim() != 2 or x.shape[1] != spec.hidden:
             raise InputError(f"x has shape {tuple(x.shape)}: must be [T, {spec.hidden}]")
         num_tokens = x.shape[0]
@@ -211,6 +214,25 @@ class MoELayer:
                     f"topk_idx[{row}, {col}] = {bad}: must be an expert 0..{spec.num_experts - 1}, "
                     "or -1 for none"
                 )
+
+
+def _kind(given: object) -> str:
+    return f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+
+
+def _rows_and_scales(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The rows of a call, and their scales or None.
+
+    Raises:
+        InputError: it is neither a tensor nor a pair of tensors.
+    """
+    if isinstance(x, Tensor):
+        return x, None
+    if isinstance(x, tuple | list) and len(x) == 2 and all(isinstance(t, Tensor) for t in x):
+        return x[0], x[1]
+    raise InputError(
+        f"x is a {_kind(x)}: must be a torch.Tensor, or a pair of them (e4m3 rows, float32 scales)"
+    )
 
 
 def choose_backend(backend: Backend) -> Literal["cpu", "cuda"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
 
 from megamoe.errors import CapacityError, SpecError
@@ -16,6 +16,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_SHARED",
     "MAX_TOPK",
+    "MAX_WORKERS",
     "MODELS",
     "AttentionPreSpec",
     "EpConfig",
@@ -51,6 +52,12 @@ def _need(ok: bool, field: str, given: object, allowed: str) -> None:
         raise SpecError(f"{field} = {given!r}: must be {allowed}")
 
 
+def _need_whole(of: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(of, field)
+        _need(isinstance(value, int) and not isinstance(value, bool), field, value, "an int")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
     """The mathematics of one MoE layer.
@@ -82,6 +89,7 @@ class MoESpec:
     swiglu_clamp: float | None = None
 
     def __post_init__(self) -> None:
+        _need_whole(self, "hidden", "inter", "num_experts", "topk", "num_shared")
         for field in ("hidden", "inter"):
             value = getattr(self, field)
             columns_ok = 0 < value <= MAX_COLUMNS and value % GROUP == 0
@@ -97,7 +105,8 @@ class MoESpec:
             self.weight_dtype in ("fp8", "bf16"), "weight_dtype", self.weight_dtype, "fp8 or bf16"
         )
         clamp = self.swiglu_clamp
-        _need(clamp is None or clamp > 0, "swiglu_clamp", clamp, "None or positive")
+        clamp_ok = clamp is None or (isinstance(clamp, int | float) and clamp > 0)
+        _need(clamp_ok, "swiglu_clamp", clamp, "None or positive")
 
     @property
     def num_slots(self) -> int:
@@ -154,6 +163,7 @@ class EpConfig:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        _need_whole(self, *(f.name for f in fields(self) if f.name != "timeout_s"))
         _need(1 <= self.num_ranks <= MAX_RANKS, "num_ranks", self.num_ranks, f"in 1..{MAX_RANKS}")
         _need(1 <= self.max_tokens < 1 << 24, "max_tokens", self.max_tokens, "in 1..2**24-1")
         blocks = (0, 8, 16, 32, 64, 128, TAILED_BLOCK_M, 256)
@@ -175,7 +185,7 @@ class EpConfig:
         for field, limit in {**most, "reserved_sms": MAX_WORKERS}.items():
             value = getattr(self, field)
             _need(0 <= value <= limit, field, value, f"0 (choose) or at most {limit}")
-        finite = 0 < self.timeout_s < math.inf
+        finite = isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf
         _need(finite, "timeout_s", self.timeout_s, "positive and finite")
 
     @property
@@ -281,6 +291,8 @@ class AttentionPreSpec:
     scale_pow2: bool = False
 
     def __post_init__(self) -> None:
+        whole = ("hidden", "num_heads", "q_lora", "kv_lora", "qk_nope", "qk_rope", "index_heads")
+        _need_whole(self, *whole)
         for field in ("hidden", "q_lora", "kv_lora"):
             value = getattr(self, field)
             _need(value > 0 and value % GROUP == 0, field, value, f"a positive multiple of {GROUP}")
@@ -289,8 +301,12 @@ class AttentionPreSpec:
         rope_ok = 0 < self.qk_rope <= GROUP and self.qk_rope % 2 == 0
         _need(rope_ok, "qk_rope", self.qk_rope, f"even and in 2..{GROUP}")
         _need(self.qk_nope > 0, "qk_nope", self.qk_nope, "positive")
-        whole = f"a multiple of {GROUP}"
-        _need(self.head_dim % GROUP == 0, "qk_nope + qk_rope", self.head_dim, whole)
+        _need(
+            self.head_dim % GROUP == 0,
+            "qk_nope + qk_rope",
+            self.head_dim,
+            f"a multiple of {GROUP}",
+        )
         _need(self.index_heads <= GROUP, "index_heads", self.index_heads, f"at most {GROUP}")
 
     @property

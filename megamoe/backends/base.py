@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -12,12 +12,19 @@ from torch import Tensor
 
 from megamoe import native
 from megamoe.backends.trace import LayerTrace
-from megamoe.errors import BackendUnavailable, SpecError
+from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 from megamoe.spec import EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
 from megamoe.weights import ExpertWeights
 
-__all__ = ["Counters", "Session", "device_name", "hopper_available", "need_same_layer"]
+__all__ = [
+    "Counters",
+    "Session",
+    "device_name",
+    "hopper_available",
+    "need_same_layer",
+    "not_loaded",
+]
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,16 @@ def need_same_layer(rendezvous: Rendezvous, spec: MoESpec, shape: native.MoEShap
             f"{'; '.join(differ)}): pass the same MoESpec and EpConfig on every rank, and set "
             "num_workers where ranks see different cores"
         )
+
+
+def not_loaded(missing: Collection[int]) -> MegaMoeError:
+    """What a call without all weights raises; ``missing`` are places among the rank's experts."""
+    some = ", ".join(map(str, sorted(missing)[:8]))
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    return MegaMoeError(
+        f"{len(missing)} of this rank's experts are not loaded (index {some}{more}): call "
+        "load_weights first, with all of them"
+    )
 
 
 class Session(Protocol):

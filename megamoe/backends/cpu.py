@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, bfloat16
 
 from megamoe import native
-from megamoe.backends.base import Counters, need_same_layer
+from megamoe.backends.base import Counters, need_same_layer, not_loaded
 from megamoe.backends.trace import (
     NOT_TRACED,
     LayerTrace,
@@ -77,6 +77,7 @@ class CpuSession:
         if self._traced:
             self._native.enable_trace(_TRACE_CAPACITY)
         self._num_tokens = 0
+        self._missing = set(range(spec.experts_per_rank(config.num_ranks) + spec.num_shared))
         self._broken: GroupBroken | None = None
         self._meet(_OPEN_LIMIT_S)
 
@@ -95,6 +96,7 @@ class CpuSession:
                 w2.data_ptr(),
                 s2.data_ptr() if s2 is not None else 0,
             )
+            self._missing.discard(expert.index)
 
     def stage(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Writes (and for FP8 layers quantises) a call's tokens into the own window."""
@@ -115,8 +117,8 @@ class CpuSession:
     def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Collective: runs the staged tokens."""
         session = self._open()
-        if not session.weights_loaded:
-            raise MegaMoeError("this rank's experts are not all loaded: call load_weights first")
+        if self._missing:
+            raise not_loaded(self._missing)
         if session.faulted:
             raise self._timeout()
         idx, weight = topk_idx.contiguous(), topk_weight.contiguous()

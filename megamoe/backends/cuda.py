@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megamoe import jit, native
-from megamoe.backends.base import Counters, hopper_available, need_same_layer
+from megamoe.backends.base import Counters, hopper_available, need_same_layer, not_loaded
 from megamoe.backends.cuda_build import (
     BOXES,
     MoEParams,
@@ -379,7 +379,7 @@ class CudaSession:
         """Collective: runs the staged tokens and waits for the result, unless captured."""
         self._need_open()
         if self._missing:
-            raise MegaMoeError("this rank's experts are not all loaded: call load_weights first")
+            raise not_loaded(self._missing)
         if self._faulted is not None:
             raise PeerTimeout(self._faulted, self.config.timeout_s)
         assert topk_idx.is_contiguous()

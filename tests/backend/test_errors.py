@@ -56,6 +56,11 @@ def with_id(value):
         (with_id(4), InputError, ["topk_idx[1, 1] = 4", "0..3"]),
         (with_id(-2), InputError, ["topk_idx[1, 1] = -2", "-1 for none"]),
         ((inputs()[0].float(), *inputs()[1:]), InputError, ["float32", "bfloat16"]),
+        ((None, *inputs()[1:]), InputError, ["x is a NoneType", "torch.Tensor"]),
+        ((inputs()[0].float().numpy(), *inputs()[1:]), InputError, ["x is a numpy.ndarray"]),
+        ((inputs()[0].tolist(), *inputs()[1:]), InputError, ["x is a list", "a pair"]),
+        ((inputs()[0], inputs()[1].numpy(), inputs()[2]), InputError, ["topk_idx is a numpy"]),
+        ((*inputs()[:2], inputs()[2].tolist()), InputError, ["topk_weight is a list"]),
         ((inputs()[0], inputs()[1].short(), inputs()[2]), InputError, ["int16", "int64"]),
         ((inputs()[0], inputs()[1], inputs()[2].half()), InputError, ["float16", "float32"]),
         ((inputs()[0], inputs()[1][:2], inputs()[2]), InputError, ["(2, 2)", "[3, 2]"]),
@@ -94,6 +99,10 @@ def test_bad_call(layer, call, error, words):
         ({"topk": 33, "num_experts": 64}, SpecError, ["topk = 33", "1..32"]),
         ({"weight_dtype": "int4"}, SpecError, ["weight_dtype = 'int4'"]),
         ({"swiglu_clamp": -1.0}, SpecError, ["swiglu_clamp"]),
+        ({"swiglu_clamp": "10"}, SpecError, ["swiglu_clamp = '10'"]),
+        ({"hidden": "512"}, SpecError, ["hidden = '512'", "an int"]),
+        ({"hidden": 512.0}, SpecError, ["hidden = 512.0", "an int"]),
+        ({"num_shared": None}, SpecError, ["num_shared = None"]),
     ],
 )
 def test_bad_spec(change, error, words):
@@ -167,6 +176,9 @@ def test_inputs_need_not_be_contiguous(layer):
 def test_missing_weights():
     with open_layer(SPEC, ONE, backend="cpu") as layer:
         with pytest.raises(MegaMoeError, match="load_weights first"):
+            layer.run(*inputs())
+        layer.load_weights(list(random_experts(SPEC, 0, 1, 0))[::3])
+        with pytest.raises(MegaMoeError, match=r"2 of .* not loaded \(index 1, 2\)"):
             layer.run(*inputs())
         wider = MoESpec(hidden=256, inter=128, num_experts=4, topk=2)
         with pytest.raises(InputError, match="w1"):
