@@ -290,7 +290,9 @@ def _read_json(path: Path) -> Config:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise CheckpointError(
+            f"{path.resolve()} is missing: give the folder of a Hugging Face checkpoint"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
