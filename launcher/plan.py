@@ -26,7 +26,15 @@ from launcher.console import (
 )
 from launcher.models import published_layer
 from megamoe.errors import SpecError
-from megamoe.spec import ATTENTION_MODELS, MAX_RANKS, MODELS, EpConfig, MoESpec, WeightDtype
+from megamoe.spec import (
+    ATTENTION_MODELS,
+    MAX_RANKS,
+    MAX_WORKERS,
+    MODELS,
+    EpConfig,
+    MoESpec,
+    WeightDtype,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,7 +124,9 @@ def attention_pre(
         int, typer.Option(min=0, help="That they belong to, alike; 0: as many as 8 tokens each.")
     ] = 0,
     kv: Annotated[int, typer.Option(min=1, help="Keys per request, new tokens included.")] = 8192,
-    workers: Annotated[int, typer.Option(min=1, help="Resident CTAs: SMs of the GPU.")] = 132,
+    workers: Annotated[
+        int, typer.Option(min=1, max=MAX_WORKERS, help="Resident CTAs: SMs of the GPU.")
+    ] = 132,
     tiles: Annotated[
         str, typer.Option(help="auto: cut for the workers; seed: the published cut for 148 SMs.")
     ] = "auto",
@@ -261,7 +271,14 @@ def _spec(
     weight_dtype: str,
 ) -> MoESpec:
     dtype = cast("WeightDtype", weight_dtype)
+    sizes = {"hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
     if model is not None:
+        given = [f"--{name} {size}" for name, size in sizes.items() if size is not None]
+        if given:
+            raise SpecError(
+                f"{', '.join(given)}: --model {model} has sizes of its own; leave --model out and "
+                f"give all of {', '.join(f'--{name}' for name in sizes)}"
+            )
         return published_layer(model, shared=shared, weight_dtype=weight_dtype)
     if hidden is None or inter is None or experts is None or topk is None:
         raise SpecError("give --model, or all of --hidden, --inter, --experts and --topk")

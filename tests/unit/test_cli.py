@@ -194,6 +194,12 @@ def test_plan_adds_up_and_orders_the_rings():
         assert p["weight_bytes"] == weights + weights // 128**2 * 4
 
 
+def test_plan_takes_a_model_or_sizes():
+    found = plan("--model", "v4-flash", "--hidden", "1024", "--topk", "2")
+    assert found.exit_code == 2
+    assert "--hidden 1024, --topk 2: --model v4-flash has sizes of its own" in found.stderr
+
+
 def test_a_larger_ring_is_what_grows():
     small, large = (
         json.loads(plan("--model", "qwen3-30b", "--ranks", "2", "--ring-l1", n, "--json").stdout)
