@@ -196,6 +196,11 @@ def _share(model: str, ranks: int, num_ranks: int) -> int:
     experts = published_layer(model).num_experts
     if experts % ranks:
         raise SpecError(f"--share-of {ranks}: {model} has {experts} experts")
+    if ranks < num_ranks:
+        raise SpecError(
+            f"--share-of {ranks}: this group has {num_ranks} ranks already; give more than that, "
+            "or leave it out"
+        )
     return experts // ranks * num_ranks
 
 

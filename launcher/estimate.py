@@ -24,6 +24,7 @@ from launcher.console import (
     table,
 )
 from launcher.models import published_layer
+from launcher.results import rows_of_gpus
 from megamoe.errors import SpecError
 from megamoe.spec import MAX_RANKS, MODELS
 
@@ -169,7 +170,7 @@ def roofline(
         from launcher.estimates import roofline as bounds
 
         spec, machine = (
-            published_layer(model, experts=experts),
+            published_layer(model, experts=experts, copies=True),
             _machine(link_gbs, tflops, read_tbs),
         )
         counts = _numbers("--tokens", tokens, _MOST)
@@ -207,10 +208,9 @@ def moe(
     with errors_to_exit(debug=debug):
         from launcher.estimate_layer import FITTED, fit, predict
         from launcher.estimate_once import FORMULA, SOURCE, once_cells, once_per_rank
-        from launcher.results import read_results
 
         machine = _machine(link_gbs, tflops, read_tbs)
-        rows = None if against is None else read_results(against)["rows"]
+        rows = None if against is None else rows_of_gpus(against)
         if refit and rows is None:
             raise SpecError("--refit needs --against FILE to fit to")
         coefficients = fit(rows, machine) if refit and rows is not None else FITTED
@@ -229,7 +229,7 @@ def moe(
             }
             _show_error(rows, chosen, machine, coefficients, str(against), as_json=as_json)
             return
-        spec = published_layer(model, experts=experts)
+        spec = published_layer(model, experts=experts, copies=True)
         sizes = _numbers("--ranks", ranks, MAX_RANKS)
         counts = _numbers("--tokens", tokens, _MOST)
         found = {
@@ -298,8 +298,14 @@ def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:
     """The H200 with what the user knows better."""
     from launcher.estimates import H200
 
-    given = {"link": link_gbs * 1e9, "flops": tflops * 1e12, "read": read_tbs * 1e12}
-    changed = {k: v for k, v in given.items() if v}
+    given = {"link-gbs": link_gbs * 1e9, "tflops": tflops * 1e12, "read-tbs": read_tbs * 1e12}
+    for option, value in given.items():
+        if value and not 1 <= value <= 1e24:
+            raise SpecError(
+                f"--{option}: {value:g} a second; a rate must be positive, at most 1e24, or 0 for "
+                "the H200's"
+            )
+    changed = {k: v for k, v in zip(("link", "flops", "read"), given.values(), strict=True) if v}
     if not changed:
         return H200
     options = ", ".join(f"{k} {v:.3g}/s" for k, v in changed.items())

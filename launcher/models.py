@@ -19,6 +19,7 @@ def published_layer(
     inter: int | None = None,
     shared: int | None = 0,
     weight_dtype: str | None = None,
+    copies: bool = False,
 ) -> MoESpec:
     """A published layer, with sizes of one's own.
 
@@ -29,12 +30,18 @@ def published_layer(
         inter: I.
         shared: shared experts; None takes the model's.
         weight_dtype: None takes the model's.
+        copies: ``experts`` may exceed the model's: copies of them, as serving systems place them.
 
     Raises:
         SpecError: an unknown model, or sizes that do not fit.
     """
     if model not in MODELS:
         raise SpecError(f"--model {model}: must be one of {', '.join(MODELS)}")
+    most = MODELS[model].num_experts
+    if experts and experts > most and not copies:
+        raise SpecError(
+            f"--experts {experts}: {model} has {most}; give at most as many, or leave it out"
+        )
     given: dict[str, Any] = {"num_experts": experts, "hidden": hidden, "inter": inter}
     changed = {name: value for name, value in given.items() if value}
     if shared is not None:

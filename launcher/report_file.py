@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.console import DebugFlag, errors_to_exit, report
-from launcher.results import read_results
+from launcher.results import kind_of, read_results
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
@@ -17,7 +17,12 @@ __all__ = ["command"]
 
 
 def command(
-    results: Annotated[Path, typer.Argument(help="A file of `megamoe bench …`.", dir_okay=False)],
+    results: Annotated[
+        Path,
+        typer.Argument(
+            help="A file of `megamoe bench moe` or `bench attention-pre`.", dir_okay=False
+        ),
+    ],
     folder: Annotated[Path, typer.Argument(help="Where the report goes.", file_okay=False)],
     power: Annotated[
         Path | None, typer.Option(help="A file of `megamoe bench power`, to be shown with it.")
@@ -32,15 +37,20 @@ def command(
 
     with errors_to_exit(debug=debug):
         found = read_results(results)
-        rows = found["rows"]
-        model = str(rows[0].get("model")) if rows else ""
+        rows, kind = found["rows"], kind_of(found["rows"])
+        if kind is None:
+            raise SpecError(
+                f"{results} holds no rows that a report shows: give a file that `megamoe bench moe`"
+                " or `megamoe bench attention-pre` has written"
+            )
+        model = str(rows[0].get("model"))
         taken = None
         if resources and found["meta"].get("gpu") and model in MODELS:
             dtype = rows[0].get("weight_dtype", MODELS[model].weight_dtype)
             taken = kernel_resources(replace(MODELS[model], weight_dtype=dtype))
         made = build_report(
             found,
-            kind="attention-pre" if rows and "variant" in rows[0] else "moe",
+            kind=kind,
             resources=taken,
             power=_power(power) if power is not None else (),
         )

@@ -56,9 +56,7 @@ def report_html(report: Mapping[str, Any], timeline: str = "") -> str:
         f"<title>{html.escape(report['title'])}</title>",
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(report['title'])}</h1>",
-        '<p class="note">Figures that are absent say why. Floor: the longest of routed arithmetic '
-        f"at {H200.flops / 1e12:g} TFLOPS, active experts' weights at {H200.read / 1e12:.2f} TB/s "
-        f"and remote rows at {H200.link / 1e9:g} GB/s, on the busiest rank.</p>",
+        f'<p class="note">Figures that are absent say why. {_floor(report["source"]["rows"])}</p>',
         *_plots(report),
     ]
     if timeline:
@@ -109,6 +107,24 @@ def _table(path: str, figures: Sequence[Mapping[str, Any]]) -> str:
 # ---------------------------------------------------------------- plots
 
 
+def _floor(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the floor is, where rows have one: CPU ranks have none."""
+    if not any(row.get("floor_us") for row in rows):
+        return ""
+    if "variant" in rows[0]:  # of attention-pre
+        return f"Floor: bytes of weights, keys and inputs at {H200.read / 1e12:.2f} TB/s."
+    return (
+        f"Floor: the longest of routed arithmetic at {H200.flops / 1e12:g} TFLOPS, active experts' "
+        f"weights at {H200.read / 1e12:.2f} TB/s and remote rows at {H200.link / 1e9:g} GB/s, on "
+        "the busiest rank."
+    )
+
+
+def _peer(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The peer's name: on CPU ranks rows say which contender it is."""
+    return "; ".join(sorted({str(r["peer"]) for r in rows if r.get("peer")})) or "peer"
+
+
 def _plots(report: Mapping[str, Any]) -> Iterator[str]:
     """Times of all contenders, and fractions of the floor: a bar per row of the source."""
     rows = [row for row in report["source"]["rows"] if row.get("total_us") or row.get("us")]
@@ -118,7 +134,7 @@ def _plots(report: Mapping[str, Any]) -> Iterator[str]:
     labels = [" ".join(str(r[n]) for n in names if r.get(n) is not None) for r in rows]
     series = {
         "ours": [r.get("total_us", r.get("us")) for r in rows],
-        "peer": [r.get("peer_us") for r in rows],
+        _peer(rows): [r.get("peer_us") for r in rows],
         "unfused": [r.get("unfused_us") for r in rows],
         "floor": [r.get("floor_us") for r in rows],
     }
@@ -140,11 +156,13 @@ def _bars(
         f'<svg viewBox="0 0 {left + width + 90} {height}" width="{left + width + 90}" '
         'font-family="sans-serif" font-size="12" role="img">'
     ]
+    x = left
     for i, name in enumerate(series):
         parts.append(
-            f'<rect x="{left + 110 * i}" y="2" width="11" height="11" fill="{_COLOURS[i]}"/>'
-            f'<text x="{left + 110 * i + 16}" y="12">{html.escape(name)}</text>'
+            f'<rect x="{x}" y="2" width="11" height="11" fill="{_COLOURS[i]}"/>'
+            f'<text x="{x + 16}" y="12">{html.escape(name)}</text>'
         )
+        x += max(110, 32 + 8 * len(name))
     for row, label in enumerate(labels):
         top = 24 + row * group
         parts.append(f'<text x="0" y="{top + 11}">{html.escape(label[:42])}</text>')

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megamoe.errors import SpecError
 
-__all__ = ["read_json", "read_results"]
+__all__ = ["kind_of", "read_json", "read_results", "rows_of_gpus"]
 
 
 def read_json(path: Path) -> Any:
@@ -45,3 +46,35 @@ def read_results(path: Path) -> dict[str, Any]:
             " writes them"
         )
     return found
+
+
+_KINDS = {
+    "moe": ("model", "tokens", "routing", "total_us"),
+    "attention-pre": ("variant", "m", "kv"),
+}
+
+
+def kind_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Whose rows these are: ``"moe"`` or ``"attention-pre"`` of ``megamoe bench``, or None."""
+    for kind, names in _KINDS.items():
+        if rows and all(name in row for row in rows for name in names):
+            return kind
+    return None
+
+
+def rows_of_gpus(path: Path) -> list[dict[str, Any]]:
+    """Rows of ``bench moe`` on GPUs, for a model of GPUs to be compared with.
+
+    Raises:
+        OSError: the file cannot be read.
+        SpecError: it holds something else, or what CPU ranks did.
+    """
+    found = read_results(path)
+    rows: list[dict[str, Any]] = found["rows"]
+    wanted = "give a file that `megamoe bench moe` has written on GPUs"
+    if kind_of(rows) != "moe":
+        raise SpecError(f"--against {path} holds no rows of `megamoe bench moe`: {wanted}")
+    meta = found["meta"]
+    if meta.get("backend") == "cpu" or ("gpu" in meta and meta["gpu"] is None):
+        raise SpecError(f"--against {path} was measured on CPU ranks: {wanted}")
+    return rows

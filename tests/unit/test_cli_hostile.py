@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from launcher import bench_moe, console
 from launcher.checked import WRITTEN, need_writable
 from launcher.cli import app
 from launcher.serving.source import AttentionSource
-from megamoe.errors import CapacityError
+from megamoe.errors import CapacityError, SpecError
 from megamoe.spec import MODELS, MoESpec
 
 
@@ -224,6 +225,25 @@ def test_numbers_beyond_any_machine(options, what, monkeypatch, tmp_path):
     refused(*options, what=what)
 
 
+@pytest.mark.parametrize("command", ["bench moe", "bench power", "trace moe", "tune"])
+def test_no_command_takes_more_experts_than_the_model_has(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGAMOE_CACHE", str(tmp_path))
+    more = ["--output", tmp_path / "t.json.gz"] if command == "trace moe" else []
+    options = ["--model", "qwen3-30b", "--ranks", "1", "--backend", "cpu", *more]
+    refused(*command.split(), *options, "--experts", "129", what="--experts 129: qwen3-30b has 128")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_share_of_fewer_ranks_than_there_are():
+    refused("bench", "moe", "--ranks", "1", "--share-of", "3", what="qwen3-30b has 128 experts")
+    with pytest.raises(SpecError, match="--share-of 2: this group has 4 ranks"):
+        bench_moe._share("qwen3-30b", 2, 4)
+
+
+def test_plan_of_more_workers_than_any_gpu_has():
+    refused("plan", "attention-pre", "--workers", "100000", what="--workers")
+
+
 def test_json_has_no_infinities(capsys):
     console.print_json({"a": [1.5, float("nan")], "b": {"c": (float("-inf"), 2)}})
     assert json.loads(capsys.readouterr().out) == {"a": [1.5, None], "b": {"c": [None, 2]}}
@@ -231,6 +251,7 @@ def test_json_has_no_infinities(capsys):
 
 # ---------------------------------------------------------------- files
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROW = {"total_us": 5.0, "routing": "uniform", "tokens": 8, "model": "v4-pro", "ranks": 2}
 FILES = {
     "empty": b"",
@@ -251,6 +272,22 @@ def test_files_that_are_no_results(name, tmp_path):
     refused("estimate", "moe", "--against", path, what=str(path))
     refused("estimate", "gaps", "--kernels", path, what=str(path))
     refused("report", path, tmp_path / "report", what=str(path))
+
+
+@pytest.mark.parametrize("name", ["service_cpu", "stress_cpu", "power_h200x1", "pdl_chain_h200"])
+def test_results_that_no_report_shows(name, tmp_path):
+    path = RESULTS / f"{name}.json"
+    refused("report", path, tmp_path / "report", what="holds no rows that a report shows")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_report_of_cpu_ranks_names_their_contender(tmp_path):
+    found = CliRunner().invoke(app, ["report", str(RESULTS / "moe_cpu.json"), str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    page = (tmp_path / "report.html").read_text()
+    assert ">hf_eager_fp32</text>" in page
+    assert ">peer</text>" not in page
+    assert "TFLOPS, active experts" not in page
 
 
 def test_power_of_a_report_is_a_power_experiments(tmp_path):
