@@ -126,9 +126,10 @@ def command(
         os.environ["MEGAMOE_TRACE"] = "1"
 
     def work(group: Group) -> int:
+        endless = bool(calls or soak_s)
         options = group.together(
             lambda: StressOptions(
-                MoESpec(
+                spec := MoESpec(
                     hidden=hidden,
                     inter=inter,
                     num_experts=experts,
@@ -138,7 +139,7 @@ def command(
                 ),
                 tokens,
                 seeds,
-                _sizes(sizes, group.num_ranks),
+                _sizes(sizes, group.num_ranks, spec, endless=endless),
                 _numbers("--block-m", block_m),
                 workers if workers is not None else 2 if group.device == "cpu" else 0,
                 cast("Backend", backend),
@@ -150,9 +151,11 @@ def command(
         )
         if group.first and not threads and group.device != "cpu":
             _say_if_shared(group.num_ranks)
+        if group.first and not endless:
+            _say_if_idle(options.sizes, group.num_ranks, threads=threads)
         if output is not None:
             group.together(lambda: _read(output))  # before the work whose result it would lose
-        if calls or soak_s:
+        if endless:
             return _soak(
                 group,
                 options,
@@ -175,6 +178,11 @@ def command(
             )
         return _stress(group, options)
 
+    if calls and soak_s:
+        with errors_to_exit(debug=debug):
+            raise SpecError(
+                f"--calls {calls} and --soak {soak_s:g} both say how long a soak is: give one"
+            )
     if groups > 1 and not (threads and (calls or soak_s)):
         with errors_to_exit(debug=debug):
             raise SpecError("--groups is for soaks (--calls, --soak) of --threads")
@@ -204,6 +212,20 @@ def _say_if_shared(num_ranks: int) -> None:
         )
 
 
+def _say_if_idle(sizes: tuple[int, ...], num_ranks: int, *, threads: bool) -> None:
+    """Groups of an EP size are cut out of the ranks, of threads one; others have nothing to do."""
+    left = {n: num_ranks - n if threads else num_ranks % n for n in sizes}
+    idle = [f"{count} at EP{n}" for n, count in left.items() if count]
+    if idle and not (threads and num_ranks in sizes):
+        also = "" if num_ranks in sizes else f"; --sizes {num_ranks} makes a group of all"
+        stderr.print(
+            f"of {num_ranks} ranks {', '.join(idle)} have nothing to do{also}",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
@@ -211,10 +233,17 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(int(p) for p in parts)
 
 
-def _sizes(text: str, num_ranks: int) -> tuple[int, ...]:
+def _sizes(text: str, num_ranks: int, spec: MoESpec, *, endless: bool) -> tuple[int, ...]:
+    """EP sizes that this group can show; a soak is of all its ranks."""
     sizes = tuple(sorted({n for n in _numbers("--sizes", text) if n <= num_ranks}))
     if not sizes:
         raise SpecError(f"--sizes {text!r}: all are above the {num_ranks} ranks of this group")
+    for size in (num_ranks,) if endless else sizes:
+        if spec.num_experts % size:
+            raise SpecError(
+                f"--experts {spec.num_experts} cannot be shared by {size} ranks: give a multiple "
+                f"of {size}" + ("" if endless else f", or leave {size} out of --sizes")
+            )
     return sizes
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launcher.ranks import Group, Part, device_of
+from launcher.ranks import Group, Part, RankFailed, device_of
 from megamoe.errors import SpecError
 from megamoe.symmetric.base import Rendezvous
 from megamoe.symmetric.local import LocalGroup
@@ -131,6 +131,8 @@ def run_in_threads(
     # Ranks that another one has left find the group broken: show the cause, not the echo.
     causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
     for error in (*causes, *errors):
+        if isinstance(error, RankFailed):
+            error.printed_elsewhere = False  # no other process does
         raise error
     return max(codes)
 

@@ -78,6 +78,35 @@ def test_ranks_as_threads(app, tmp_path):
     assert sum(r["backpressure_events"] > 0 for r in rows) >= len(rows) // 2
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--sizes", "1,3"], "--experts 4 cannot be shared by 3 ranks"),
+        (["--calls", "2"], "--experts 4 cannot be shared by 3 ranks"),
+        (["--calls", "2", "--soak", "1"], "--calls 2 and --soak 1"),
+    ],
+    ids=str,
+)
+def test_what_no_run_could_do_is_said_once(app, options, what):
+    result = CliRunner().invoke(app, ["--threads", "--ranks", "3", *options, *SMALL])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count(what) == 1
+    assert "have nothing to do" not in result.stderr
+    assert "EP1" not in result.stderr
+
+
+def test_ranks_without_work_are_named(capsys):
+    stress._say_if_idle((1, 2), 3, threads=False)
+    assert capsys.readouterr().err == (
+        "of 3 ranks 1 at EP2 have nothing to do; --sizes 3 makes a group of all\n"
+    )
+    stress._say_if_idle((2,), 3, threads=True)
+    assert "of 3 ranks 1 at EP2 have nothing to do" in capsys.readouterr().err
+    for threads in (False, True):
+        stress._say_if_idle((1, 2, 4), 4, threads=threads)
+        assert capsys.readouterr().err == ""
+
+
 def test_a_soak_of_threads(app):
     args = ["--threads", "--ranks", "2", "--calls", "60", "--misses", "1", "--timeout", "1.5"]
     result = CliRunner().invoke(app, [*args, "--rounds", "2", "--json", *SMALL])
