@@ -140,6 +140,10 @@ def command(
         """One for each model."""
         from launcher.moe_rows import BenchOptions
 
+        if suite and (tokens or routing):
+            raise SpecError(
+                f"--suite {suite} has cases of its own: leave --tokens and --routing out"
+            )
         if share_of and experts:
             raise SpecError("--share-of and --experts both say how many experts there are")
 

@@ -54,6 +54,7 @@ _Read = Annotated[float, typer.Option(help="TB/s read from memory; 0: H200's.")]
 
 @app.command("gaps", cls=Command)
 def gaps(
+    typed: typer.Context,
     model: Annotated[
         str, typer.Option(help="A dense decoder: qwen3-0.6b or qwen3-8b; or give --kernels.")
     ] = "qwen3-0.6b",
@@ -87,6 +88,9 @@ def gaps(
         )
         from launcher.estimates import H200
 
+        shapes = [f"--{n}" for n in ("model", "batch", "context") if _given(typed, n)]
+        if kernels is not None and shapes:
+            raise SpecError(f"--kernels lists the work itself: leave {', '.join(shapes)} out")
         if kernels is not None:
             name, work = str(kernels), read_kernels(kernels)
         elif model in DECODERS:

@@ -240,6 +240,11 @@ def test_a_share_of_fewer_ranks_than_there_are():
         bench_moe._share("qwen3-30b", 2, 4)
 
 
+def test_a_suite_has_cases_of_its_own():
+    options = ["--ranks", "1", "--backend", "cpu", "--suite", "required", "--tokens", "8"]
+    refused("bench", "moe", *options, what="--suite required has cases of its own")
+
+
 def test_plan_of_more_workers_than_any_gpu_has():
     refused("plan", "attention-pre", "--workers", "100000", what="--workers")
 

@@ -326,6 +326,7 @@ def test_options_choose_the_rows_that_the_model_is_compared_with():
         (["roofline", "--tokens", "few"], "--tokens few"),
         (["overlap", "--link-gbs", "-3"], "--link-gbs: -3e+09 a second; a rate must be positive"),
         (["gaps", "--model", "gpt-2"], "--kernels FILE"),
+        (["gaps", "--kernels", "k.csv", "--batch", "2"], "leave --batch out"),
         (["gaps", "--bandwidth", "-1"], "bandwidth"),
     ],
 )
