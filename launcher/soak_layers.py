@@ -6,10 +6,10 @@ import os
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from launcher.ranks import Group
-from launcher.stress_cases import blocks_of
+from launcher.stress_cases import TOKENS, blocks_of
 from megamoe.spec import TAILED_BLOCK_M, EpConfig, MoESpec
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from megamoe.layer import Backend, MoELayer
 
 __all__ = ["Batch", "Opened", "SoakOptions", "capture", "make_batches", "open_layers"]
-
-_PATTERNS: Final = ("{}", "ramp:{}", "empty:{}")
-"""Tokens per rank; each has a graph of its own in each layer."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +161,11 @@ def make_batches(
     spec, batches, layer, worst = options.spec, [], layers[0].layer, 0.0
     # A pattern's batches have the same tokens: they share a graph.
     least = options.tokens if number == 0 else max(1, options.tokens // 8)
-    most = [plan.randint(least, options.tokens) for _ in _PATTERNS]
+    most = [plan.randint(least, options.tokens) for _ in TOKENS]
     experts = [random_expert(spec, e, 0, seed=0) for e in range(spec.num_experts + spec.num_shared)]
     for i, routing in enumerate(options.routings):
-        pattern = (i + number) % len(_PATTERNS)
-        counts = tokens_per_rank(_PATTERNS[pattern].format(most[pattern]), group.num_ranks)
+        pattern = (i + number) % len(TOKENS)
+        counts = tokens_per_rank(TOKENS[pattern].format(most[pattern]), group.num_ranks)
         tokens, seed = counts[group.rank], 10_000 * options.seed + 100 * number + i
         x = random_activations(spec, group.rank, tokens, seed)
         idx, weight = route(routing, spec, group.num_ranks, group.rank, tokens, seed=seed)
@@ -210,7 +207,7 @@ def capture(opened: Opened, batches: list[Batch]) -> None:
     """A graph of a call for each token pattern."""
     import torch
 
-    for pattern in range(len(_PATTERNS)):
+    for pattern in range(len(TOKENS)):
         held = [t.clone() for t in next(b for b in batches if b.pattern == pattern).inputs]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()  # torch's own is of the first GPU that captured

@@ -56,6 +56,7 @@ RINGS: Final = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 5), (8, 8))
 """Blocks of the L1 and L2 ring; (0, 0) holds a whole call and is what the others must equal."""
 
 TOKENS: Final = ("{}", "ramp:{}", "empty:{}")
+"""Tokens per rank; in a soak each has a graph of its own in each layer."""
 
 
 @dataclass(frozen=True)
