@@ -26,23 +26,21 @@ from launcher.console import (
     DebugFlag,
     ExpertsOption,
     JsonFlag,
-    ModelOption,
     RanksOption,
     RingBlocksOption,
     SeedOption,
     WeightDtypeOption,
     WorkersOption,
-    human_bytes,
     make_folder_for,
     print_json,
     progress,
-    stderr,
     stdout,
-    table,
 )
 from launcher.models import published_layer
+from launcher.moe_tables import print_cpu, print_gpu
 from launcher.ranks import Group, run_in_group, sampler_of
 from megamoe.errors import SpecError
+from megamoe.spec import MODELS
 
 if TYPE_CHECKING:
     from launcher.moe_rows import BenchOptions
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_MODEL: Final = "qwen3-30b"
 _CPU_CONTENDERS: Final = ("hf_grouped_mm", "hf_eager", "hf_eager_fp32")
 _GPU_CONTENDERS: Final = ("peer", "unfused")
 
@@ -75,7 +74,10 @@ SUITES: Final[dict[str, list[tuple[str, list[tuple[str, str]]]]]] = {
 
 def command(
     context: typer.Context,
-    model: ModelOption = "qwen3-30b",
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(MODELS)}.", show_default=_MODEL),
+    ] = None,
     ranks: RanksOption = None,
     tokens: Annotated[
         list[str] | None,
@@ -136,27 +138,29 @@ def command(
 ) -> None:
     """Time an MoE layer beside its contenders, after checking all of them."""
 
-    def options(group: Group) -> list[BenchOptions]:
+    def options(num_ranks: int, device: str | None) -> list[BenchOptions]:
         """One for each model."""
+        from launcher.beforehand import need_cases, need_own_gpus
         from launcher.moe_rows import BenchOptions
 
-        if suite and (tokens or routing):
-            raise SpecError(
-                f"--suite {suite} has cases of its own: leave --tokens and --routing out"
-            )
+        void = {"--model": model, "--tokens": tokens, "--routing": routing}
+        given = [name for name, value in void.items() if value]
+        if suite and given:
+            raise SpecError(f"--suite {suite} has cases of its own: leave {', '.join(given)} out")
         if share_of and experts:
             raise SpecError("--share-of and --experts both say how many experts there are")
-
-        return [
+        if device not in (None, "cpu"):
+            need_own_gpus(num_ranks)
+        found = [
             BenchOptions(
                 model=name,
                 spec=published_layer(
                     name,
-                    experts=_share(name, share_of, group.num_ranks) if share_of else experts,
+                    experts=_share(name, share_of, num_ranks) if share_of else experts,
                     weight_dtype=weight_dtype,
                 ),
                 cases=cases,
-                against=_against(against, group.device),
+                against=_against(against, device),
                 block_m=block_m,
                 ring_blocks=ring_blocks,
                 workers=workers,
@@ -168,16 +172,20 @@ def command(
                 seed=seed,
                 backend=cast("Backend", backend),
             )
-            for name, cases in _cases(suite, model, tokens or ["64"], routing or ["uniform"])
+            for name, cases in _cases(
+                suite, model or _MODEL, tokens or ["64"], routing or ["uniform"]
+            )
         ]
+        for one in found:
+            need_cases(one.spec, one.config(num_ranks), one.cases, seed, device)
+        return found
 
     run_in_group(
         context,
         "launcher.bench_moe",
         ranks,
-        lambda group: _bench(
-            group, group.together(lambda: options(group)), output, report, as_json=as_json
-        ),
+        options,
+        lambda group, found: _bench(group, found, output, report, as_json=as_json),
         default_ranks=2,
         backend=backend,
         debug=debug,
@@ -208,17 +216,19 @@ def _share(model: str, ranks: int, num_ranks: int) -> int:
     return experts // ranks * num_ranks
 
 
-def _against(names: list[str] | None, device: str) -> list[str]:
-    known = _CPU_CONTENDERS if device == "cpu" else _GPU_CONTENDERS
+def _against(names: list[str] | None, device: str | None) -> list[str]:
+    known: tuple[str, ...] = _CPU_CONTENDERS if device == "cpu" else _GPU_CONTENDERS
+    if device is None:  # of either kind; the ranks know which
+        known = (*_CPU_CONTENDERS, *_GPU_CONTENDERS)
     if names is None:
         return list(known)
     if names == ["none"]:
         return []
     for name in names:
         if name not in known:
-            where = "CPU ranks" if device == "cpu" else "GPUs"
+            where = {"cpu": "on CPU ranks ", None: ""}.get(device, "on GPUs ")
             raise SpecError(
-                f"--against {name}: on {where} it must be one of {', '.join(known)}, or none"
+                f"--against {name}: {where}it must be one of {', '.join(known)}, or none"
             )
     return names
 
@@ -269,9 +279,9 @@ def _bench(
         if as_json:
             print_json(found)
         elif group.device == "cpu":
-            _print(found, output)
+            print_cpu(found, output)
         else:
-            _print_gpu(found, output)
+            print_gpu(found, output)
         for path in [] if as_json else written:
             stdout.print(f"written: {path}", soft_wrap=True)
     return 0 if ok else EXIT_WRONG
@@ -319,83 +329,6 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)
-
-
-def _print_gpu(found: dict[str, Any], output: Path | None) -> None:
-    rows = found["rows"]
-    shown = table(
-        f"{rows[0]['ranks']} × {found['meta']['device']}, µs",
-        *("model", "tokens", "routing", "max/mean", "ours", "p99", "host", "floor"),
-        *("of floor", "peer", "faster by", "unfused", "GEMMs", "sustained", "MHz", "J/token"),
-        *("error",),
-    )
-
-    def cell(value: Any, form: str = ".1f") -> str:
-        return "—" if value is None else format(value, form)
-
-    for r in rows:
-        shown.add_row(
-            *(r["model"], str(r["tokens"]), r["routing"], f"{r['max_over_mean']:.2f}"),
-            *(cell(r[k]) for k in ("total_us", "p99_us", "host_us", "floor_us")),
-            cell(r["fraction_of_floor"], ".2f"),
-            *(cell(r["peer_us"]), cell(r["speedup"], ".2f")),
-            *(cell(r[k]) for k in ("unfused_us", "gemms_us", "sustained_us")),
-            *(cell(r["sm_mhz"], ".0f"), cell(r["joules_per_token"], ".2g")),
-            cell(r["max_rel_err"], ".1e"),
-        )
-    stdout.print(shown)
-    said = {f"{k}: {v}" for r in rows for k, v in r["reasons"].items()}
-    for line in sorted(said):
-        stderr.print(line, markup=False, soft_wrap=True)
-    if output is not None:
-        stdout.print(f"written: {output}", soft_wrap=True)
-
-
-def _print(found: dict[str, Any], output: Path | None) -> None:
-    meta, rows = found["meta"], found["rows"]
-    shown = table(
-        f"{rows[0]['model']} on {rows[0]['ranks']} {meta['backend']} ranks ({meta['cpu']})",
-        "contender",
-        "tokens",
-        "routing",
-        "median ms",
-        "p99 ms",
-        "CPU ms",
-        "error",
-        "allowed",
-        "ours faster",
-    )
-    for row in rows:
-        mine = row["contenders"]["megamoe"]["times"]
-        for name, of_one in row["contenders"].items():
-            check, times = of_one["check"], of_one["times"]
-            ratio = times["median_us"] / mine["median_us"] if times and mine else None
-            shown.add_row(
-                name,
-                str(row["tokens"]),
-                row["routing"],
-                f"{times['median_us'] / 1e3:.2f}" if times else "—",
-                f"{times['p99_us'] / 1e3:.2f}" if times else "—",
-                f"{times['cpu_us'] / 1e3:.2f}" if times else "—",
-                f"{check['rel_err']:.1e}" if check else "—",
-                f"{check['allowed']:.1e}" if check else "—",
-                "" if name == "megamoe" else f"{ratio:.2f}×" if ratio else "—",
-            )
-        shown.add_section()
-    stdout.print(shown)
-    for row in rows:
-        for name in row["contenders"]:
-            if name in row["reasons"]:
-                stderr.print(f"{name}: {row['reasons'][name]}", markup=False, soft_wrap=True)
-        if memory := row["memory"]:
-            stdout.print(
-                f"memory: {human_bytes(memory['growth_pss_peak'])} over the imports at its peak, "
-                f"{memory['peak_over_needed']:.3f} of weights and windows "
-                f"({human_bytes(memory['weights_and_windows'])})",
-                soft_wrap=True,
-            )
-    if output is not None:
-        stdout.print(f"written: {output}", soft_wrap=True)
 
 
 if __name__ == "__main__":

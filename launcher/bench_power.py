@@ -33,6 +33,7 @@ from launcher.console import (
 from launcher.models import published_layer
 from launcher.ranks import Group, run_in_group
 from megamoe.errors import SpecError
+from megamoe.spec import EpConfig, MoESpec
 
 __all__ = ["VARIANTS", "command"]
 
@@ -63,14 +64,19 @@ def command(
 ) -> None:
     """Power, clocks and energy per token of a layer under load, overlapped and phase by phase."""
 
-    def work(group: Group) -> int:
+    def options(num_ranks: int, device: str | None) -> tuple[MoESpec, list[str], list[int]]:
+        from launcher.beforehand import need_cases
+
+        spec = published_layer(model, experts=experts, hidden=hidden, inter=inter)
+        names, counts = _variants(variant, device), _counts(tokens, device)
+        config = EpConfig(num_ranks=num_ranks, max_tokens=1)
+        need_cases(spec, config, [(str(count), "uniform") for count in counts], seed, device)
+        return spec, names, counts
+
+    def work(group: Group, found: tuple[MoESpec, list[str], list[int]]) -> int:
         from launcher.power import measure
 
-        spec = group.together(
-            lambda: published_layer(model, experts=experts, hidden=hidden, inter=inter)
-        )
-        names = group.together(lambda: _variants(variant, group.device))
-        counts = group.together(lambda: _counts(tokens, group.device))
+        spec, names, counts = found
         rows = [
             row
             for count in counts
@@ -82,6 +88,7 @@ def command(
         context,
         "launcher.bench_power",
         ranks,
+        options,
         work,
         default_ranks=1,
         backend=backend,
@@ -89,7 +96,7 @@ def command(
     )
 
 
-def _counts(tokens: list[int] | None, device: str) -> list[int]:
+def _counts(tokens: list[int] | None, device: str | None) -> list[int]:
     """The default is for GPUs: such a call of deepseek-v3 takes CPU ranks many minutes."""
     if not tokens and device == "cpu":
         raise SpecError(
@@ -99,7 +106,7 @@ def _counts(tokens: list[int] | None, device: str) -> list[int]:
     return tokens or [8192]
 
 
-def _variants(names: list[str] | None, device: str) -> list[str]:
+def _variants(names: list[str] | None, device: str | None) -> list[str]:
     """CPU ranks have no build that runs phase by phase."""
     known = VARIANTS if device != "cpu" else tuple(v for v in VARIANTS if v != "phased")
     for name in names or []:

@@ -58,6 +58,7 @@ __all__ = [
     "WorkersOption",
     "counted",
     "errors_to_exit",
+    "explained",
     "human_bytes",
     "make_folder_for",
     "print_json",
@@ -147,8 +148,8 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        short = _out_of_memory(error) or _about_a_file(error)
-        if short is None and not isinstance(error, MegaMoeError | OSError):
+        told = explained(error)
+        if told is None:
             raise
         if debug:
             stderr.print_exception()
@@ -156,13 +157,26 @@ def errors_to_exit(*, debug: bool, rank: int | None = None) -> Iterator[None]:
         printed_elsewhere: bool | None = getattr(error, "printed_elsewhere", None)
         if not printed_elsewhere:
             where = f"rank {rank}: " if rank is not None and printed_elsewhere is None else ""
-            line = " ".join(f"{where}{short or error}".split())
-            stderr.print(f"error: {line}", style="bold red", markup=False, soft_wrap=True)
-            for kind, hint in _HINTS.items():
-                if isinstance(error, kind):
-                    stderr.print(f"hint: {hint}", style="dim", markup=False, soft_wrap=True)
-                    break
+            line, hint = told
+            stderr.print(f"error: {where}{line}", style="bold red", markup=False, soft_wrap=True)
+            if hint:
+                stderr.print(f"hint: {hint}", style="dim", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_ERROR) from None
+
+
+def explained(error: Exception) -> tuple[str, str | None] | None:
+    """An expected error in one line, and what to do about it where that is known.
+
+    Returns:
+        None where it is a bug: it is neither a ``MegaMoeError`` nor an ``OSError`` nor a lack of
+        memory.
+    """
+    short = _out_of_memory(error) or _about_a_file(error)
+    if short is None and not isinstance(error, MegaMoeError | OSError):
+        return None
+    hint: str | None = getattr(error, "hint", None)
+    hint = hint or next((h for kind, h in _HINTS.items() if isinstance(error, kind)), None)
+    return " ".join((short or str(error)).split()), hint
 
 
 def _about_a_file(error: Exception) -> str | None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from launcher.timing import Times
     from megamoe.checkpoint import Checkpoint
     from megamoe.layer import Backend
-    from megamoe.spec import MoESpec
+    from megamoe.spec import EpConfig, MoESpec
 
 __all__ = ["command"]
 
@@ -80,23 +80,54 @@ def command(
         context,
         "launcher.demo",
         ranks,
-        lambda group: _demo(group, tokens, cast("Backend", backend), workdir, as_json=as_json),
+        lambda num_ranks, device: _counts(tokens, workdir, num_ranks, device),
+        lambda group, counts: _demo(
+            group, counts, cast("Backend", backend), workdir, as_json=as_json
+        ),
         default_ranks=2,
         backend=backend,
         debug=debug,
     )
 
 
+def _counts(tokens: str, workdir: Path | None, num_ranks: int, device: str | None) -> list[int]:
+    """Tokens of each rank, which could run them; nothing of others' is written over."""
+    from launcher.beforehand import need_layer
+    from launcher.workloads import tokens_per_rank
+    from megamoe.spec import MoESpec
+
+    counts = tokens_per_rank(tokens, num_ranks, seed=_SEED)
+    need_layer(MoESpec(**_SIZES), _config(num_ranks, max(1, *counts), ring_blocks=1), device)
+    used = workdir is not None and workdir.is_dir() and any(workdir.iterdir())
+    if used and not (cast("Path", workdir) / _MARK).exists():
+        raise SpecError(
+            f"--workdir {workdir} holds files that are not the demo's, which would write over "
+            "them: give a new or empty folder"
+        )
+    return counts
+
+
+def _config(num_ranks: int, max_tokens: int, ring_blocks: int) -> EpConfig:
+    from megamoe.spec import EpConfig
+
+    return EpConfig(
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        block_m=16,
+        ring_l1_blocks=ring_blocks,
+        ring_l2_blocks=ring_blocks,
+    )
+
+
 def _demo(
-    group: Group, tokens: str, backend: Backend, workdir: Path | None, *, as_json: bool
+    group: Group, counts: list[int], backend: Backend, workdir: Path | None, *, as_json: bool
 ) -> int:
     import torch
 
-    from launcher.workloads import random_activations, tokens_per_rank
+    from launcher.workloads import random_activations
     from megamoe.checkpoint import Checkpoint
 
     start = time.perf_counter()
-    counts = group.together(lambda: tokens_per_rank(tokens, group.num_ranks, seed=_SEED))
     with _folder(group, workdir) as folder, _status(group, as_json=as_json) as say:
         say("writing a small checkpoint")
         group.together(lambda: _write(group, folder))
@@ -157,11 +188,6 @@ def _write(group: Group, folder: Path) -> None:
     if group.first:
         from launcher.synthetic import write_checkpoint
 
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
-            raise SpecError(
-                f"--workdir {folder} holds files that are not the demo's, which would write over "
-                "them: give a new or empty folder"
-            )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MARK).touch()
         write_checkpoint(folder, _FAMILY, seed=_SEED, **_SIZES)
@@ -179,16 +205,9 @@ def _session(
 ) -> _Result:
     from launcher.timing import take_turns
     from megamoe.layer import open_layer
-    from megamoe.spec import EpConfig
     from megamoe.weights import iter_local_experts
 
-    config = EpConfig(
-        num_ranks=group.num_ranks,
-        max_tokens=max_tokens,
-        block_m=16,
-        ring_l1_blocks=ring_blocks,
-        ring_l2_blocks=ring_blocks,
-    )
+    config = _config(group.num_ranks, max_tokens, ring_blocks)
     with group.together(lambda: open_layer(spec, config, backend=backend)) as layer:
         experts = iter_local_experts(checkpoint, _LAYER, group.rank, group.num_ranks, "fp8")
         group.together(lambda: layer.load_weights(experts))

@@ -34,7 +34,6 @@ from launcher.plan import expert_bytes
 from launcher.ranks import Group
 from launcher.verify import Verdict, judge, sample_rows
 from launcher.workloads import route, skew, tokens_per_rank
-from megamoe.errors import SpecError
 from megamoe.layer import choose_backend, tuned_together
 from megamoe.reference.moe import moe_forward
 from megamoe.reference.quant import quantize_1x128
@@ -103,12 +102,8 @@ def bench(
 
     Returns:
         The rows (equal on every rank), the backend and the device it ran on.
-
-    Raises:
-        SpecError: ranks share a GPU.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    group.together(lambda: _need_own_gpus(group))
     _need_process_group(group)
     spec = options.spec
     weights = GpuWeights(group, spec, options.seed)
@@ -159,14 +154,6 @@ def _need_process_group(group: Group) -> None:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     # Kept for the next model: a second group would have the name of the first.
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-
-
-def _need_own_gpus(group: Group) -> None:
-    if group.num_ranks > torch.cuda.device_count():
-        raise SpecError(
-            f"{group.num_ranks} ranks on {torch.cuda.device_count()} GPU(s): a benchmark needs a "
-            "GPU per rank; lower --ranks"
-        )
 
 
 def _others(

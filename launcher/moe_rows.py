@@ -68,6 +68,21 @@ class BenchOptions:
     seed: int
     backend: Backend
 
+    def config(self, num_ranks: int, max_tokens: int = 1) -> EpConfig:
+        """How a group runs the layer.
+
+        Raises:
+            SpecError: an option is out of its range.
+        """
+        return EpConfig(
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            block_m=self.block_m,
+            ring_l1_blocks=self.ring_blocks,
+            ring_l2_blocks=self.ring_blocks,
+            num_workers=self.workers,
+        )
+
 
 def bench(
     group: Group, options: BenchOptions, bar: Progress
@@ -82,16 +97,8 @@ def bench(
     counts = group.together(
         lambda: [tokens_per_rank(t, group.num_ranks, options.seed) for t, _ in options.cases]
     )
-    config = group.together(
-        lambda: EpConfig(
-            num_ranks=group.num_ranks,
-            max_tokens=max(1, *(n for of_ranks in counts for n in of_ranks)),
-            block_m=options.block_m,
-            ring_l1_blocks=options.ring_blocks,
-            ring_l2_blocks=options.ring_blocks,
-            num_workers=options.workers,
-        )
-    )
+    most = max(1, *(n for of_ranks in counts for n in of_ranks))
+    config = group.together(lambda: options.config(group.num_ranks, most))
     rows: list[dict[str, Any]] = []
     layer = group.together(lambda: open_layer(spec, config, backend=options.backend))
     with layer:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
-from launcher.console import EXIT_ERROR, errors_to_exit
+from launcher.console import EXIT_ERROR, errors_to_exit, explained
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ class RankFailed(MegaMoeError):
 
     Attributes:
         printed_elsewhere: this rank need not print it.
+        hint: what to do about the first rank's error, where that is known.
     """
 
-    def __init__(self, message: str, *, printed_elsewhere: bool) -> None:
+    def __init__(self, message: str, *, printed_elsewhere: bool, hint: str | None = None) -> None:
         super().__init__(message)
         self.printed_elsewhere = printed_elsewhere
+        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,15 @@ class Group:
             result.append(work())
         except Exception as e:  # noqa: BLE001 - every rank hears of it below
             error = e
-        # A bug keeps its traceback on the rank that has it.
-        if error is not None and not isinstance(error, MegaMoeError | OSError):
-            self.gather(f"{type(error).__name__}: {error}")
+        own = None if error is None else explained(error)
+        if error is not None and own is None:  # a bug keeps its traceback on the rank that has it
+            self.gather((f"{type(error).__name__}: {error}", None))
             raise error
-        errors = self.gather(None if error is None else str(error))
-        if any(e is not None for e in errors):
-            raise RankFailed(_summary(errors), printed_elsewhere=not self.first) from error
+        told = self.gather(own)
+        failed = [one for one in told if one is not None]
+        if failed:
+            text, hint = _summary([one and one[0] for one in told]), failed[0][1]
+            raise RankFailed(text, printed_elsewhere=not self.first, hint=hint) from error
         return result[0]
 
     def collect_rows(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor | None:
@@ -211,7 +215,8 @@ def run_in_group(
     context: typer.Context,
     module: str,
     ranks: int | None,
-    work: Callable[[Group], int],
+    options: Callable[[int, str | None], T],
+    work: Callable[[Group, T], int],
     *,
     default_ranks: int,
     backend: str,
@@ -223,7 +228,10 @@ def run_in_group(
         context: of the command; its options go to the ranks.
         module: run by ``python -m`` in each rank process.
         ranks: R as asked for, or None.
-        work: gets the group; returns the exit code.
+        options: reads the command's options, given R and the ranks' device, and raises where no
+            run could take them. Called by each rank, and by the first process before ranks are
+            started; there the device is None where ``"auto"`` depends on the kind of GPU.
+        work: gets the group and what ``options`` returned; returns the exit code.
         default_ranks: R where nothing is asked for.
         backend: ``"cpu"`` keeps ranks off the GPUs.
         debug: show tracebacks.
@@ -231,24 +239,38 @@ def run_in_group(
     Raises:
         typer.Exit: always; code 0 when every rank returned 0.
     """
+
+    def on_rank(group: Group) -> int:
+        return work(group, group.together(lambda: options(group.num_ranks, group.device)))
+
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         size = int(os.environ["WORLD_SIZE"])
         with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):
             if ranks not in (None, size):
                 raise SpecError(f"--ranks {ranks}, but torchrun started {size}: leave --ranks out")
             with process_group(size, backend) as group:
-                code = work(group)
+                code = on_rank(group)
         raise typer.Exit(code)
     num_ranks = ranks or default_ranks
     with errors_to_exit(debug=debug):
         need_backend(backend)
-    if num_ranks == 1:
-        with errors_to_exit(debug=debug):
-            code = work(Group(0, 1, device_of(0, backend)))
-        raise typer.Exit(code)
+        if num_ranks == 1:
+            raise typer.Exit(on_rank(Group(0, 1, device_of(0, backend))))
+        options(num_ranks, _foreseen_device(backend))
     sys.stderr.write(f"starting {num_ranks} ranks\n")  # imports take seconds
     sys.stderr.flush()
     raise typer.Exit(torchrun(module, arguments(context), num_ranks, debug=debug))
+
+
+def _foreseen_device(backend: str) -> str | None:
+    """What ``device_of`` will say on the ranks; None where only a CUDA context could tell."""
+    if backend == "cpu":
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if backend == "cuda" else None
 
 
 def torchrun(

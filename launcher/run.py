@@ -35,8 +35,9 @@ from megamoe.errors import InputError, SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megamoe.checkpoint import Checkpoint
     from megamoe.layer import Backend, MoELayer
-    from megamoe.spec import MoESpec, WeightDtype
+    from megamoe.spec import EpConfig, MoESpec, WeightDtype
 
 __all__ = ["command"]
 
@@ -105,45 +106,64 @@ def command(
         context,
         "launcher.run",
         ranks,
-        lambda group: _run(group, options),
+        lambda num_ranks, device: _prepare(options, num_ranks, device),
+        lambda group, found: _run(group, options, found),
         default_ranks=1,
         backend=backend,
         debug=debug,
     )
 
 
-def _run(group: Group, options: _Options) -> int:
+@dataclass(frozen=True)
+class _Prepared:
+    """What files and options come to: tokens of each rank, the layer, how the group runs it."""
+
+    start: float
+    checkpoint: Checkpoint
+    spec: MoESpec
+    counts: list[int]
+    config: EpConfig
+
+
+def _prepare(options: _Options, num_ranks: int, device: str | None) -> _Prepared:
+    """Reads no tensor."""
+    from launcher.beforehand import need_layer
     from megamoe.checkpoint import Checkpoint
-    from megamoe.layer import open_layer
     from megamoe.spec import EpConfig
-    from megamoe.weights import iter_local_experts
 
     start = time.perf_counter()
-    checkpoint = group.together(lambda: Checkpoint.open(options.checkpoint))
-    spec = group.together(lambda: checkpoint.moe_spec(options.layer, options.weight_dtype))
-    counts = group.together(lambda: _split(options, spec, group.num_ranks))
+    checkpoint = Checkpoint.open(options.checkpoint)
+    spec = checkpoint.moe_spec(options.layer, options.weight_dtype)
+    counts = _split(options, spec, num_ranks)
+    config = EpConfig(
+        num_ranks=num_ranks,
+        max_tokens=min(options.max_tokens, max(1, *counts)),
+        ring_l1_blocks=options.ring_blocks,
+        ring_l2_blocks=options.ring_blocks,
+        num_workers=options.workers,
+        timeout_s=options.timeout,
+    )
+    need_layer(spec, config, device)
+    return _Prepared(start, checkpoint, spec, counts, config)
+
+
+def _run(group: Group, options: _Options, prepared: _Prepared) -> int:
+    from megamoe.layer import open_layer
+    from megamoe.weights import iter_local_experts
+
+    checkpoint, spec, counts = prepared.checkpoint, prepared.spec, prepared.counts
     first = sum(counts[: group.rank])
     rows = slice(first, first + counts[group.rank])
 
     def routed() -> tuple[Tensor, Tensor, Tensor]:
-        x, idx, weight = _read_input(options.input, spec, rows)
+        x, idx, weight = _read_input(options.input, rows)
         if idx is None or weight is None:
             idx, weight = checkpoint.router(options.layer)(x)
         return x.to(group.device), idx.to(group.device), weight.to(group.device)
 
     x, idx, weight = group.together(routed)
-    most = min(options.max_tokens, max(1, *counts))
-    config = group.together(
-        lambda: EpConfig(
-            num_ranks=group.num_ranks,
-            max_tokens=most,
-            ring_l1_blocks=options.ring_blocks,
-            ring_l2_blocks=options.ring_blocks,
-            num_workers=options.workers,
-            timeout_s=options.timeout,
-        )
-    )
-    layer = group.together(lambda: open_layer(spec, config, backend=options.backend))
+    most = prepared.config.max_tokens
+    layer = group.together(lambda: open_layer(spec, prepared.config, backend=options.backend))
     with layer, progress(shown=group.first and not options.json) as bar:
         local = spec.experts_per_rank(group.num_ranks) + spec.num_shared
         experts = iter_local_experts(
@@ -171,7 +191,7 @@ def _run(group: Group, options: _Options) -> int:
         "output": str(options.output),
         "tokens": sum(counts),
         "calls": num_calls,
-        "load_s": round(loaded - start, 3),
+        "load_s": round(loaded - prepared.start, 3),
         "run_s": round(ran - loaded, 4),
         "ranks": [{"rank": r, "tokens": counts[r], **f} for r, f in enumerate(figures)],
     }
@@ -184,7 +204,7 @@ def _split(options: _Options, spec: MoESpec, num_ranks: int) -> list[int]:
     """Tokens of each rank."""
     from launcher.workloads import tokens_per_rank
 
-    total, hidden = _input_shape(options.input)
+    total, hidden = _input_shape(options.input, spec)
     if hidden != spec.hidden:
         raise InputError(
             f"hidden_states in {options.input} has {hidden} columns: layer {options.layer} of "
@@ -212,41 +232,35 @@ def _open_input(path: Path) -> Any:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _input_shape(path: Path) -> tuple[int, int]:
+def _input_shape(path: Path, spec: MoESpec) -> tuple[int, int]:
+    """Rows and columns of the hidden states, after a look at all that the file should hold."""
     with _open_input(path) as opened:
         names = sorted(opened.keys())
         if "hidden_states" not in names:
             raise InputError(f"{path} has no tensor hidden_states; it has {', '.join(names)}")
-        shape = opened.get_slice("hidden_states").get_shape()
-    if len(shape) != 2:
-        raise InputError(f"hidden_states in {path} has shape {shape}: must be [T, H]")
-    return shape[0], shape[1]
-
-
-def _read_input(
-    path: Path, spec: MoESpec, rows: slice
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """This rank's rows: hidden states, and routes if the file has them."""
-    import torch
-
-    with _open_input(path) as opened:
-        names = set(opened.keys())
-        given = {"topk_idx", "topk_weight"} & names
+        x = opened.get_slice("hidden_states")
+        shape = x.get_shape()
+        if len(shape) != 2:
+            raise InputError(f"hidden_states in {path} has shape {shape}: must be [T, H]")
+        if x.get_dtype() != "BF16":
+            raise InputError(f"hidden_states in {path} is {x.get_dtype()}: must be BF16")
+        given = {"topk_idx", "topk_weight"} & set(names)
         if len(given) == 1:
             missing = ({"topk_idx", "topk_weight"} - given).pop()
             raise InputError(f"{path} has {given.pop()} without {missing}: give both or none")
-        x = opened.get_slice("hidden_states")[rows]
-        if x.dtype != torch.bfloat16:
-            raise InputError(f"hidden_states in {path} is {x.dtype}: must be bfloat16")
-        if not given:
-            return x, None, None
-        total = opened.get_slice("hidden_states").get_shape()[0]
         for name in sorted(given):
-            shape = opened.get_slice(name).get_shape()
-            if shape != [total, spec.topk]:
-                raise InputError(
-                    f"{name} in {path} has shape {shape}: must be [{total}, {spec.topk}]"
-                )
+            of_routes, want = opened.get_slice(name).get_shape(), [shape[0], spec.topk]
+            if of_routes != want:
+                raise InputError(f"{name} in {path} has shape {of_routes}: must be {want}")
+    return shape[0], shape[1]
+
+
+def _read_input(path: Path, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """This rank's rows: hidden states, and routes if the file has them."""
+    with _open_input(path) as opened:
+        x = opened.get_slice("hidden_states")[rows]
+        if "topk_idx" not in opened.keys():  # noqa: SIM118 - it is no dict
+            return x, None, None
         idx, weight = opened.get_slice("topk_idx")[rows], opened.get_slice("topk_weight")[rows]
         return x, idx, weight.float()
 

@@ -14,10 +14,10 @@ or threads of one process, which is how four of them run at once on one GPU. Wit
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -32,7 +32,6 @@ from launcher.console import (
     WeightDtypeOption,
     counted,
     errors_to_exit,
-    make_folder_for,
     print_json,
     progress,
     stderr,
@@ -41,17 +40,18 @@ from launcher.console import (
 )
 from launcher.meta import run_meta
 from launcher.ranks import Group, run_in_group
-from launcher.results import read_json
 from launcher.soak import SoakOptions, soak
 from launcher.stress_cases import (
     RINGS,
     ROUTINGS,
     StressOptions,
+    config_of,
     folded,
     loads_of,
     possible,
     rows_of,
 )
+from launcher.stress_file import read_results, save_cases, write_results
 from megamoe.errors import SpecError
 from megamoe.spec import MoESpec
 
@@ -125,36 +125,46 @@ def command(
     if traced:
         os.environ["MEGAMOE_TRACE"] = "1"
 
-    def work(group: Group) -> int:
-        endless = bool(calls or soak_s)
-        options = group.together(
-            lambda: StressOptions(
-                spec := MoESpec(
-                    hidden=hidden,
-                    inter=inter,
-                    num_experts=experts,
-                    topk=topk,
-                    num_shared=shared,
-                    weight_dtype=cast("Any", weight_dtype),
-                ),
-                tokens,
-                seeds,
-                _sizes(sizes, group.num_ranks, spec, endless=endless),
-                _numbers("--block-m", block_m),
-                workers if workers is not None else 2 if group.device == "cpu" else 0,
-                cast("Backend", backend),
-                timeout,
-                replay,
-                output,
-                as_json,
+    endless = bool(calls or soak_s)
+
+    def prepare(num_ranks: int, device: str | None) -> StressOptions:
+        if calls and soak_s:
+            raise SpecError(
+                f"--calls {calls} and --soak {soak_s:g} both say how long a soak is: give one"
             )
+        if groups > 1 and not (threads and endless):
+            raise SpecError("--groups is for soaks (--calls, --soak) of --threads")
+        spec = MoESpec(
+            hidden=hidden,
+            inter=inter,
+            num_experts=experts,
+            topk=topk,
+            num_shared=shared,
+            weight_dtype=cast("Any", weight_dtype),
         )
+        found = StressOptions(
+            spec,
+            tokens,
+            seeds,
+            _sizes(sizes, num_ranks, spec, endless=endless),
+            _numbers("--block-m", block_m),
+            workers if workers is not None else 2 if device == "cpu" else 0,
+            cast("Backend", backend),
+            timeout,
+            replay,
+            output,
+            as_json,
+        )
+        _need_all(found, (num_ranks,) if endless else found.sizes, device)
+        if output is not None:
+            read_results(output)  # before the work whose result it would lose
+        return found
+
+    def work(group: Group, options: StressOptions) -> int:
         if group.first and not threads and group.device != "cpu":
             _say_if_shared(group.num_ranks)
         if group.first and not endless:
             _say_if_idle(options.sizes, group.num_ranks, threads=threads)
-        if output is not None:
-            group.together(lambda: _read(output))  # before the work whose result it would lose
         if endless:
             return _soak(
                 group,
@@ -178,22 +188,28 @@ def command(
             )
         return _stress(group, options)
 
-    if calls and soak_s:
-        with errors_to_exit(debug=debug):
-            raise SpecError(
-                f"--calls {calls} and --soak {soak_s:g} both say how long a soak is: give one"
-            )
-    if groups > 1 and not (threads and (calls or soak_s)):
-        with errors_to_exit(debug=debug):
-            raise SpecError("--groups is for soaks (--calls, --soak) of --threads")
     if threads:
         from launcher.thread_ranks import run_in_threads
 
         with errors_to_exit(debug=debug):
-            code = run_in_threads(ranks or _RANKS, backend, work, groups=groups)
+            code = run_in_threads(
+                ranks or _RANKS,
+                backend,
+                lambda group: work(
+                    group, group.together(lambda: prepare(group.num_ranks, group.device))
+                ),
+                groups=groups,
+            )
         raise typer.Exit(code)
     run_in_group(
-        context, "launcher.stress", ranks, work, default_ranks=_RANKS, backend=backend, debug=debug
+        context,
+        "launcher.stress",
+        ranks,
+        prepare,
+        work,
+        default_ranks=_RANKS,
+        backend=backend,
+        debug=debug,
     )
 
 
@@ -247,6 +263,16 @@ def _sizes(text: str, num_ranks: int, spec: MoESpec, *, endless: bool) -> tuple[
     return sizes
 
 
+def _need_all(options: StressOptions, sizes: tuple[int, ...], device: str | None) -> None:
+    """Refuses, before the first case, what a later one could not be run with."""
+    from launcher.beforehand import need_cases
+
+    for size, block_m in product(sizes, options.block_m):
+        loads = loads_of(options, size)
+        cases = dict.fromkeys((",".join(map(str, load.tokens)), load.routing) for load in loads)
+        need_cases(options.spec, config_of(options, size, block_m), cases, 0, device)
+
+
 def _stress(group: Group, options: StressOptions) -> int:
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -264,7 +290,7 @@ def _stress(group: Group, options: StressOptions) -> int:
                     bar.advance(task, len(of_ring))
                     if group.first:  # what is there when the time is over
                         seconds = time.perf_counter() - started
-                        _save(options, meta, rows + found, seconds, ended=False)
+                        save_cases(options, meta, rows + found, seconds, ended=False)
                 if not some.first:
                     found = []
             for theirs in group.gather(found):
@@ -272,27 +298,9 @@ def _stress(group: Group, options: StressOptions) -> int:
     wrong = [r for r in rows if not r["ok"]]
     if group.first:
         seconds = time.perf_counter() - started
-        summary = _save(options, meta, rows, seconds, ended=True)
+        summary = save_cases(options, meta, rows, seconds, ended=True)
         _report(options, rows, wrong, summary)
     return EXIT_WRONG if wrong else 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """An earlier result: cases keep its soaks, soaks its cases."""
-    found = read_json(path) if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise SpecError(f"--output {path} holds no results: name another file, or remove it")
-    return found
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """A line per case, which are many."""
-    make_folder_for(path)
-    rows = ",\n".join("  " + json.dumps(row, default=str) for row in result.get("rows", []))
-    rest = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1, default=str)
-    body = f' "rows": [\n{rows}\n ]' if rows else ' "rows": []'
-    comma = ",\n" if rest != "{}" else "\n"
-    path.write_text(rest.removesuffix("}").rstrip("\n") + comma + body + "\n}\n")
 
 
 def _share_of_sms(group: Group, groups: int) -> int:
@@ -312,10 +320,10 @@ def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
         """In the place of what this soak had before; soaks of other groups and runs stay."""
         if options.output is None:
             return
-        before = _read(options.output)
+        before = read_results(options.output)
         of = meta["date"], found["seed"]
         others = [s for s in before.get("soaks", []) if (s["meta"].get("date"), s["seed"]) != of]
-        _write(options.output, {**before, "soaks": [*others, {"meta": meta, **found}]})
+        write_results(options.output, {**before, "soaks": [*others, {"meta": meta, **found}]})
 
     with progress(shown=group.first and group.which == 0 and not options.json) as bar:
         found = soak(group, asked, bar, keep)
@@ -335,33 +343,6 @@ def _soak(group: Group, options: StressOptions, asked: SoakOptions) -> int:
                 soft_wrap=True,
             )
     return 0 if found["ok"] else EXIT_WRONG
-
-
-def _save(
-    options: StressOptions,
-    meta: dict[str, Any],
-    rows: list[dict[str, Any]],
-    seconds: float,
-    *,
-    ended: bool,
-) -> dict[str, Any]:
-    """Sums cases up, and writes them where asked to."""
-    events = [r["backpressure_events"] for r in rows]
-    pressed = None if None in events else sum(n > 0 for n in events)
-    summary = {
-        "ended": ended,
-        "cases": len(rows),
-        "wrong": sum(not r["ok"] for r in rows),
-        "bitwise_equal": sum(r["bitwise_equal"] for r in rows),
-        "with_backpressure": pressed,
-        "with_reused_slots": sum(r["reuses_l1"] + r["reuses_l2"] > 0 for r in rows),
-        "max_rel_err": max(r["max_rel_err"] for r in rows),
-        "seconds": round(seconds, 1),
-    }
-    if options.output is not None:
-        found = {"meta": meta, "summary": summary, "rows": rows}
-        _write(options.output, {**_read(options.output), **found})
-    return summary
 
 
 def _report(

@@ -26,6 +26,7 @@ __all__ = [
     "Load",
     "StressOptions",
     "blocks_of",
+    "config_of",
     "folded",
     "loads_of",
     "possible",
@@ -104,6 +105,21 @@ def possible(routing: str, num_ranks: int) -> bool:
     return num_ranks > 1 or not routing.startswith(("remote", "empty_rank"))
 
 
+def config_of(options: StressOptions, num_ranks: int, block_m: int) -> EpConfig:
+    """How a group of an EP size runs the layer, but for its rings.
+
+    Raises:
+        SpecError: an option is out of its range.
+    """
+    return EpConfig(
+        num_ranks=num_ranks,
+        max_tokens=options.tokens,
+        block_m=block_m,
+        num_workers=options.workers,
+        timeout_s=options.timeout,
+    )
+
+
 def loads_of(options: StressOptions, num_ranks: int) -> Iterator[Load]:
     """Routings, tokens and seeds of an EP size."""
     from launcher.workloads import tokens_per_rank
@@ -136,13 +152,7 @@ def rows_of(
     inputs = {load: _inputs(group, options.spec, load) for load in loads}
     largest: dict[Load, tuple[Tensor, float, str]] = {}
     for block_m, (ring_l1, ring_l2) in product(options.block_m, RINGS):
-        base = EpConfig(
-            num_ranks=size,
-            max_tokens=options.tokens,
-            block_m=block_m,
-            num_workers=options.workers,
-            timeout_s=options.timeout,
-        )
+        base = config_of(options, size, block_m)
         most = base.max_blocks(options.spec)
         config = replace(base, ring_l1_blocks=ring_l1 or most, ring_l2_blocks=ring_l2 or most)
         with open_layer(

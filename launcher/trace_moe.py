@@ -80,20 +80,25 @@ def command(
     """Record what every role of every unit does in one call."""
     os.environ["MEGAMOE_TRACE"] = "1"
 
-    def work(group: Group) -> int:
-        spec = group.together(
-            lambda: published_layer(
-                model, experts=experts, hidden=hidden, inter=inter, weight_dtype=weight_dtype
-            )
+    def options(num_ranks: int, device: str | None) -> tuple[MoESpec, EpConfig]:
+        from launcher.beforehand import need_cases
+
+        spec = published_layer(
+            model, experts=experts, hidden=hidden, inter=inter, weight_dtype=weight_dtype
         )
         config = EpConfig(
-            num_ranks=group.num_ranks,
+            num_ranks=num_ranks,
             max_tokens=1,
             block_m=block_m,
             ring_l1_blocks=ring_blocks,
             ring_l2_blocks=ring_blocks,
             num_workers=workers,
         )
+        need_cases(spec, config, [(tokens, routing)], seed, device)
+        return spec, config
+
+    def work(group: Group, layer: tuple[MoESpec, EpConfig]) -> int:
+        spec, config = layer
         traces, samples = trace_call(
             group, spec, config, tokens, routing, calls, seconds, seed, cast("Backend", backend)
         )
@@ -105,6 +110,7 @@ def command(
         context,
         "launcher.trace_moe",
         ranks,
+        options,
         work,
         default_ranks=2,
         backend=backend,

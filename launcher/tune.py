@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from launcher.checked import need_writable
 from launcher.console import (
     EXIT_WRONG,
     BackendOption,
@@ -80,10 +81,12 @@ def command(
 ) -> None:
     """Find the fastest rings, wave and lag of a layer here; open_layer uses them from then on."""
 
-    def options() -> TuneOptions:
+    def options(num_ranks: int, device: str | None) -> TuneOptions:
+        from launcher.beforehand import need_cases
         from launcher.tuner import TuneOptions
+        from megamoe.jit import cache_dir
 
-        return TuneOptions(
+        found = TuneOptions(
             spec=published_layer(model, experts=experts, shared=shared, weight_dtype=weight_dtype),
             max_tokens=max_tokens,
             tokens=sorted(set(tokens or [max(1, max_tokens // 64), max_tokens])),
@@ -95,14 +98,17 @@ def command(
             calls=calls,
             seed=seed,
         )
+        need_cases(found.spec, found.config(num_ranks), [(str(max_tokens), routing)], seed, device)
+        if keep:
+            need_writable("cache folder (MEGAMOE_CACHE)", cache_dir() / "any")
+        return found
 
     run_in_group(
         context,
         "launcher.tune",
         ranks,
-        lambda group: _tune(
-            group, model, group.together(options), output, keep=keep, as_json=as_json
-        ),
+        options,
+        lambda group, found: _tune(group, model, found, output, keep=keep, as_json=as_json),
         default_ranks=2,
         backend=backend,
         debug=debug,
@@ -118,14 +124,10 @@ def _tune(
     keep: bool,
     as_json: bool,
 ) -> int:
-    from launcher.checked import need_writable
     from launcher.meta import run_meta, typed_command
     from launcher.tuner import tune
-    from megamoe.jit import cache_dir
     from megamoe.tuning import save
 
-    if keep:
-        group.together(lambda: need_writable("cache folder (MEGAMOE_CACHE)", cache_dir() / "any"))
     with progress(shown=group.first and not as_json) as bar:
         task = bar.add_task("candidates", total=None)
         found = tune(group, options, lambda trial: bar.advance(task))

@@ -55,6 +55,9 @@ class TuneOptions:
         rounds: turns of each candidate.
         calls: timed calls in a turn.
         seed: of weights, activations and routes.
+
+    Raises:
+        SpecError: token counts beyond ``max_tokens``.
     """
 
     spec: MoESpec
@@ -67,6 +70,21 @@ class TuneOptions:
     rounds: int
     calls: int
     seed: int
+
+    def __post_init__(self) -> None:
+        if max(self.tokens) > self.max_tokens:
+            raise SpecError(
+                f"--tokens {max(self.tokens)} exceeds --max-tokens {self.max_tokens}: a group "
+                "takes no more in one call"
+            )
+
+    def config(self, num_ranks: int) -> EpConfig:
+        """What layers are opened with: all that a search chooses is 0.
+
+        Raises:
+            SpecError: an option is out of its range.
+        """
+        return EpConfig(num_ranks=num_ranks, max_tokens=self.max_tokens, num_workers=self.workers)
 
 
 @dataclass(frozen=True)
@@ -190,17 +208,10 @@ def tune(
     """Collective: searches, and returns ``{"device", "start", "chosen", "trials"}``.
 
     Raises:
-        SpecError: token counts beyond ``max_tokens``, or ranks do not divide the experts.
+        SpecError: ranks do not divide the experts.
     """
-    if max(options.tokens) > options.max_tokens:
-        raise SpecError(
-            f"--tokens {max(options.tokens)} exceeds --max-tokens {options.max_tokens}: a group "
-            "takes no more in one call"
-        )
     backend = choose_backend(options.backend)
-    open_config = EpConfig(
-        num_ranks=group.num_ranks, max_tokens=options.max_tokens, num_workers=options.workers
-    )
+    open_config = options.config(group.num_ranks)
     resolve = _resolver(options.spec, backend)
     start = group.together(lambda: resolve(open_config))
     blocks = [

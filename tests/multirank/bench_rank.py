@@ -128,7 +128,6 @@ def stand_in(setter, broken: float) -> None:
     """Replaces what needs a GPU; ``setter(module, name, value)``."""
     setter(gpu_rows, "GpuTimer", Timer)
     setter(gpu_rows, "OurKernel", Ours)
-    setter(gpu_rows, "_need_own_gpus", lambda group: None)
     setter(gpu_contenders, "_deep_gemm", lambda: (Gemm(broken), "9.9"))
     setter(gpu_contenders, "_swiglu_kernel", Swiglu)
 

@@ -155,7 +155,7 @@ X = torch.zeros(4, 256).bfloat16()
     ("tensors", "more", "message"),
     [
         ({"x": X}, [], "has no tensor hidden_states; it has x"),
-        ({"hidden_states": X.float()}, [], "is torch.float32: must be bfloat16"),
+        ({"hidden_states": X.float()}, [], "is F32: must be BF16"),
         ({"hidden_states": X[:, :128].clone()}, [], "has 128 columns: layer 1 of"),
         ({"hidden_states": X[None]}, [], "must be [T, H]"),
         ({"hidden_states": X, "topk_weight": torch.ones(4, 2)}, [], "without topk_idx"),

@@ -18,18 +18,7 @@ from launcher.cli import app
 from launcher.serving.source import AttentionSource
 from megamoe.errors import CapacityError, SpecError
 from megamoe.spec import MODELS, MoESpec
-
-
-def refused(*options, what):
-    """The command ends with code 2 and says ``what``."""
-    found = CliRunner().invoke(app, [str(option) for option in options])
-    assert isinstance(found.exception, SystemExit), repr(found.exception)
-    assert found.exit_code == console.EXIT_ERROR, found.output
-    text = " ".join(found.stderr.replace("│", " ").split())
-    assert what in text, text
-    assert found.stdout == ""
-    return text
-
+from tests.commands import refused
 
 GROUPS = [
     ["tune"],
@@ -240,9 +229,14 @@ def test_a_share_of_fewer_ranks_than_there_are():
         bench_moe._share("qwen3-30b", 2, 4)
 
 
-def test_a_suite_has_cases_of_its_own():
-    options = ["--ranks", "1", "--backend", "cpu", "--suite", "required", "--tokens", "8"]
-    refused("bench", "moe", *options, what="--suite required has cases of its own")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "void", [["--tokens", "8"], ["--routing", "zipf"], ["--model", "v4-pro"]], ids=str
+)
+def test_a_suite_has_cases_of_its_own(void, ranks):
+    options = ["--ranks", ranks, "--backend", "cpu", "--suite", "required", *void]
+    what = f"--suite required has cases of its own: leave {void[0]} out"
+    refused("bench", "moe", *options, what=what)
 
 
 def test_plan_of_more_workers_than_any_gpu_has():

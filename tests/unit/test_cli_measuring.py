@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
-from launcher import ranks, timing, verify
+from launcher import console, ranks, timing, verify
 from launcher.meta import typed_command
-from megamoe.errors import InputError
+from megamoe.errors import CheckpointError, InputError
 from megamoe.reference.tolerance import oracle_tolerance
 from megamoe.spec import MoESpec
 
@@ -103,6 +105,46 @@ def test_an_error_on_one_rank_is_raised_on_all():
     assert [type(e) for e in found] == [ranks.RankFailed] * 3
     assert {str(e) for e in found} == {"rank 1: bad file"}
     assert [e.printed_elsewhere for e in found] == [False, True, True]
+
+
+def test_what_to_do_about_an_error_of_one_rank_is_printed_with_it(tmp_path):
+    """Also what is short and clear of files and memory; by rank 0 alone."""
+    missing = tmp_path / "none"
+    errors = {
+        "rank 1: no such folder": CheckpointError("no such\n folder"),
+        f"rank 1: {missing}: No such file or directory": FileNotFoundError(2, "No such", "x"),
+        "rank 1: out of memory: more memory wanted at once": MemoryError(),
+    }
+    for text, error in errors.items():
+
+        def body(group, error=error):
+            def work() -> None:
+                if group.rank == 1 and isinstance(error, FileNotFoundError):
+                    missing.read_text()
+                if group.rank == 1:
+                    raise error
+
+            return group.together(work)
+
+        first, second = run_threads(2, body)
+        said, silent = printed(first), printed(second)
+        assert said[0].startswith(f"error: {text}"), said
+        has_hint = isinstance(error, CheckpointError)
+        assert [line.partition(" ")[0] for line in said] == ["error:"] + ["hint:"] * has_hint
+        assert silent == []
+
+
+def printed(error: Exception) -> list[str]:
+    app = typer.Typer()
+
+    @app.command()
+    def fail() -> None:
+        with console.errors_to_exit(debug=False, rank=0):
+            raise error
+
+    found = CliRunner().invoke(app, [])
+    assert found.exit_code == console.EXIT_ERROR, repr(found.exception)
+    return found.stderr.splitlines()
 
 
 def test_the_same_error_everywhere_is_said_once():
