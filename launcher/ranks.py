@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
-from launcher.console import EXIT_ERROR, errors_to_exit, explained
+from launcher.console import EXIT_ERROR, errors_to_exit, explained, stderr
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_GRACE_S: Final = 2
+"""What ranks get to end after Ctrl-C: one inside a call waits for peers that may have ended, up to
+the call's limit. Torchrun's own grace is 30 s, which torch before 2.12 does not let one change."""
 _NO_HOPPER: Final = (
     "--backend cuda needs a Hopper GPU (compute capability 9.0), and this machine has none: "
     "--backend cpu runs on CPU ranks"
@@ -259,7 +262,10 @@ def run_in_group(
         options(num_ranks, _foreseen_device(backend))
     sys.stderr.write(f"starting {num_ranks} ranks\n")  # imports take seconds
     sys.stderr.flush()
-    raise typer.Exit(torchrun(module, arguments(context), num_ranks, debug=debug))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
+    code = torchrun(module, arguments(context), num_ranks, debug=debug)
+    stderr.show_cursor()  # a rank that was ended may have hidden it
+    raise typer.Exit(code)
 
 
 def _foreseen_device(backend: str) -> str | None:

@@ -9,12 +9,15 @@ Rank r has GPU r mod N. Several groups of a process know nothing of each other b
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from launcher.console import stderr
 from launcher.ranks import Group, Part, RankFailed, device_of
 from megamoe.errors import SpecError
 from megamoe.symmetric.base import Rendezvous
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["ThreadGroup", "run_in_threads"]
 
 T = TypeVar("T")
+_GRACE_S: Final = 2
+"""What ranks get to end after Ctrl-C."""
+_LOOK_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ def run_in_threads(
     meeting = threading.Barrier(num_ranks * groups)
     codes: list[int] = []
     errors: list[BaseException] = []
+    ended = [threading.Event() for _ in range(num_ranks * groups)]
 
     def body(which: int, rank: int) -> None:
         try:
@@ -115,9 +122,15 @@ def run_in_threads(
                 codes.append(work(own))
         except BaseException as e:  # noqa: BLE001 - raised below, in the caller's thread
             errors.append(e)
-            meeting.abort()
-            for group in members:
-                group.abort()
+            break_all()
+        finally:
+            ended[which * num_ranks + rank].set()
+
+    def break_all() -> None:
+        """Ranks that wait for others in Python hear that these do not come."""
+        meeting.abort()
+        for group in members:
+            group.abort()
 
     threads = [
         threading.Thread(target=body, args=(g, r), daemon=True)
@@ -126,6 +139,14 @@ def run_in_threads(
     ]
     for thread in threads:
         thread.start()
+    try:
+        for thread_ended in ended:  # a join that is interrupted takes its thread for ended
+            while not thread_ended.wait(_LOOK_S):  # a signal may reach another thread, and wake it
+                pass
+    except KeyboardInterrupt:
+        break_all()
+        _end_within_grace(ended)
+        raise
     for thread in threads:
         thread.join()
     # Ranks that another one has left find the group broken: show the cause, not the echo.
@@ -135,6 +156,20 @@ def run_in_threads(
             error.printed_elsewhere = False  # no other process does
         raise error
     return max(codes)
+
+
+def _end_within_grace(ended: list[threading.Event]) -> None:
+    """Ends this process where ranks stay inside a call, which waits for its limit.
+
+    The interpreter must not end before them: a thread that comes out of native code then is ended
+    there, which C++ answers with an abort.
+    """
+    limit, over = time.monotonic() + _GRACE_S, False
+    with suppress(KeyboardInterrupt):  # the second one
+        over = all(e.wait(max(0.0, limit - time.monotonic())) for e in ended)
+    if not over:
+        stderr.show_cursor()
+        os._exit(128 + signal.SIGINT)
 
 
 def _stream(device: str) -> Any:
