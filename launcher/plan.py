@@ -160,17 +160,34 @@ def attention_pre(
             tiles=seed_tiles() if tiles == "seed" else None,
             queue=cast("Any", queue),
         )
-        count = requests or -(-tokens // 8)
-        if tokens % count:
-            raise SpecError(
-                f"--tokens {tokens}: {count} requests of equally many need a multiple of {count}; "
-                "--requests says how many there are"
-            )
-        found = summarize(planner.plan(Batch(((tokens // count, kv),) * count)))
+        found = summarize(planner.plan(Batch(_alike(tokens, requests, kv))))
         if as_json:
             print_json({"model": model, **found})
         else:
             _print_attention_pre(model, found)
+
+
+def _alike(tokens: int, requests: int, kv: int) -> tuple[tuple[int, int], ...]:
+    """New tokens and keys of each request.
+
+    Raises:
+        SpecError: they cannot be alike, or have fewer keys than new tokens.
+    """
+    count = requests or -(-tokens // 8)
+    if tokens % count:
+        divisor = next(n for n in range(min(count, tokens), tokens + 1) if tokens % n == 0)
+        said = f"--requests {requests}" if requests else f"{count} requests, of at most 8 each,"
+        raise SpecError(
+            f"--tokens {tokens}: {said} cannot have equally many: give a --requests that divides "
+            f"{tokens}, like {divisor}, or --tokens that {count} divides, like "
+            f"{-(-tokens // count) * count}"
+        )
+    if tokens // count > kv:
+        raise SpecError(
+            f"--kv {kv}: the {tokens // count} new tokens of each request are among its keys: give "
+            f"at least {tokens // count}, or more --requests"
+        )
+    return ((tokens // count, kv),) * count
 
 
 def plan_moe(spec: MoESpec, config: EpConfig, backend: str) -> dict[str, Any]:

@@ -280,9 +280,34 @@ def test_plan_attention_pre_takes_tokens_and_requests():
         found = runner.invoke(app, ["plan", "attention-pre", "--json", *options])
         assert found.exit_code == 0, found.output
         assert json.loads(found.stdout)["tasks_per_stage"]["A0"] == a0
-    found = runner.invoke(app, ["plan", "attention-pre", "--tokens", "17"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--tokens", "500"],
+            "--tokens 500: 63 requests, of at most 8 each, cannot have equally many: give a "
+            "--requests that divides 500, like 100, or --tokens that 63 divides, like 504",
+        ),
+        (["--tokens", "17"], "like 17, or --tokens that 3 divides, like 18"),
+        (
+            ["--tokens", "10", "--requests", "20"],
+            "--tokens 10: --requests 20 cannot have equally many: give a --requests that divides "
+            "10, like 10, or --tokens that 20 divides, like 20",
+        ),
+        (["--kv", "4"], "--kv 4: the 8 new tokens of each request are among its keys: give at"),
+    ],
+    ids=str,
+)
+def test_requests_of_a_plan_are_alike_and_hold_their_tokens(options, message):
+    found = CliRunner().invoke(app, ["plan", "attention-pre", *options])
     assert found.exit_code == console.EXIT_ERROR
-    assert "--tokens 17: 3 requests" in found.stderr
+    assert message in found.stderr
+    # What it proposes is taken.
+    for words in re.findall(r"like (\d+)", found.stderr)[:1]:
+        more = [*options[:2], "--requests", words, "--workers", "8", "--json"]
+        assert CliRunner().invoke(app, ["plan", "attention-pre", *more]).exit_code == 0
 
 
 def test_version():
