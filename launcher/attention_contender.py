@@ -20,6 +20,7 @@ import torch
 
 from launcher.attention_rows import Timing, batch_of, table_row, time_graph
 from launcher.meta import run_meta
+from launcher.script import run_script
 from megamoe.errors import BackendUnavailable
 from megamoe.spec import ATTENTION_MODELS, GROUP, INDEX_DIM, INDEX_PAGE
 
@@ -225,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,6 +29,7 @@ from launcher.attention_rows import (
     time_graph,
 )
 from launcher.attention_trace import chrome_trace, stage_table, timeline_svg
+from launcher.script import need_hopper, run_script
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import EncodedPlan, encode, instruction_format
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--output", type=Path)
     args = vars(parser.parse_args())
+    need_hopper("bench_attention_pre")
     output = args.pop("output")
     for name in ("rows", "kv"):
         args[name] = tuple(int(v) for v in args[name].split(","))
@@ -317,4 +319,4 @@ def add_rows(output: Path, rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

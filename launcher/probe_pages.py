@@ -9,12 +9,12 @@ that neither launch nor first touches count.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 
+from launcher.script import need_hopper, run_script
 from megamoe import jit
 from megamoe.backends.cuda_driver import Kernel, Module, tensor_map
 from megamoe.errors import MegaMoeError
@@ -104,8 +104,7 @@ def measure(in_flight: int, form: int, distinct: int) -> float:
 
 def main() -> None:
     """Prints a table of nanoseconds per page, and what all SMs together read."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        sys.exit("the probe needs a Hopper GPU (compute capability 9.0)")
+    need_hopper("the probe")
     sources: Mapping[str, int] = {"L2": 9, "memory": 900}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for source, distinct in sources.items():
@@ -120,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

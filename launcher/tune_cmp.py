@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -22,11 +21,11 @@ import torch
 
 from launcher.attention_rows import SCORES, Copies, batch_of
 from launcher.cmp_rows import bind_all, plan_for, time_runs
+from launcher.script import need_hopper, run_script
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
 from megamoe.attention_pre.stages import partition
-from megamoe.backends.base import hopper_available
 from megamoe.cmp.bound import BoundCmp
 from megamoe.cmp.graphs import CmpGraph
 from megamoe.cmp.modes import MODES, Mode
@@ -221,8 +220,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--mode", default="branches_pdl", choices=MODES)
     args = parser.parse_args()
-    if not hopper_available():
-        sys.exit("tune_cmp needs a Hopper GPU (compute capability 9.0)")
+    need_hopper("tune_cmp")
     copies = Copies.make(ATTENTION_MODELS[args.model], args.kv, args.copies)
     tuner = Tuner(copies, args.tokens, args.kv)
     best, us = tuner.tune(tuning_of(args.mode), args.mode, args.seconds)
@@ -230,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -6,8 +6,8 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
+from launcher.script import run_script
 from megamoe.backends.cuda import compile_moe
-from megamoe.errors import MegaMoeError
 from megamoe.spec import MODELS, MoESpec, WeightDtype
 
 Shape = tuple[int, int, WeightDtype, bool, int]
@@ -45,13 +45,10 @@ def main() -> None:
             shapes.append((model.hidden, model.inter, "fp8", False, 16))
         if "--trace" in sys.argv and name != "v4-pro":
             shapes.append((model.hidden, model.inter, "fp8", True, 0))
-    try:
-        with ProcessPoolExecutor(len(shapes)) as pool:
-            for line in pool.map(compile_one, shapes):
-                print(line, flush=True)
-    except MegaMoeError as error:
-        raise SystemExit(f"error: {error}") from None
+    with ProcessPoolExecutor(len(shapes)) as pool:
+        for line in pool.map(compile_one, shapes):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

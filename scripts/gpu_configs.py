@@ -20,6 +20,7 @@ from launcher.gpu_contenders import GpuBatch, GpuWeights, OurKernel
 from launcher.gpu_timing import GpuTimer
 from launcher.models import published_layer
 from launcher.ranks import Group, process_group
+from launcher.script import run_script
 from launcher.workloads import random_activations, route
 from megamoe import native
 from megamoe.reference.quant import quantize_1x128
@@ -86,6 +87,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=7)
     parser.add_argument("--stamps", action="store_true", help="a build with time stamps")
     options = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it with torchrun, a rank per GPU: see the docstring")
     if options.stamps:
         os.environ["MEGAMOE_TRACE"] = "1"
         others = os.environ.get("MEGAMOE_DEFINES")
@@ -118,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from launcher.script import need_hopper, run_script
 from megamoe import jit
 from megamoe.backends.cuda import compile_moe
 from megamoe.spec import EpConfig, MoESpec
@@ -70,6 +71,7 @@ def main() -> None:
         for case, block_m in CASES.values():
             compile_moe(case.spec, tail_rows=config_of(case, block_m).tail_rows)
         return
+    need_hopper("gpu_sanitize")
     torch.zeros(1, device="cuda")
     for name in sys.argv[1:] or ["few", "many", "tail", "minimum", "bf16"]:
         start = time.monotonic()
@@ -78,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
