@@ -23,13 +23,15 @@ from launcher.workloads import random_activations, route
 from megamoe.backends.base import Session, device_name
 from megamoe.errors import CapacityError, SpecError
 from megamoe.layer import Backend, choose_backend
-from megamoe.spec import EpConfig, MoESpec
+from megamoe.spec import TAILED_BLOCK_M, EpConfig, MoESpec
 from megamoe.tuning import TUNABLE
 from megamoe.weights import ExpertWeights, random_experts
 
-__all__ = ["Timer", "Trial", "TuneOptions", "neighbours", "search", "tune"]
+__all__ = ["Timer", "Trial", "TuneOptions", "neighbours", "other_blocks", "search", "tune"]
 
-_BLOCKS: Final = {"cpu": (16, 32, 64, 128), "cuda": (32, 64, 128)}
+_BLOCKS: Final = {"cpu": (16, 32, 64, 128), "cuda": (32, 64, 128, TAILED_BLOCK_M)}
+_FULL_BLOCK_M: Final = 128
+"""Rows of a block with room for a tail that has none."""
 _STEPS: Final = (
     ("ring_l1_blocks", "ring_l2_blocks"),
     ("wave_blocks",),
@@ -214,11 +216,7 @@ def tune(
     open_config = options.config(group.num_ranks)
     resolve = _resolver(options.spec, backend)
     start = group.together(lambda: resolve(open_config))
-    blocks = [
-        resolve(replace(open_config, block_m=size))
-        for size in _BLOCKS[backend]
-        if size != start.block_m
-    ]
+    blocks = other_blocks(backend, open_config, start, resolve)
     runner = _Runner(group, options, start)
     try:
         best, trials = search(
@@ -233,6 +231,28 @@ def tune(
         "chosen": best,
         "trials": trials,
     }
+
+
+def other_blocks(
+    backend: str, config: EpConfig, start: EpConfig, resolve: Callable[[EpConfig], EpConfig]
+) -> list[EpConfig]:
+    """Recommendations for block sizes that the recommendation has not.
+
+    Args:
+        backend: ``"cpu"`` or ``"cuda"``.
+        config: what layers are opened with.
+        start: the recommendation.
+        resolve: completes a configuration.
+    """
+    found = []
+    for size in _BLOCKS[backend]:
+        candidate = replace(config, block_m=size)
+        # A token's routes are of different experts: none has more rows than the group has tokens,
+        # and blocks with tails, a build of their own, are others only where one exceeds a block.
+        tailed = candidate.tail_rows == 0 or config.num_ranks * config.max_tokens > _FULL_BLOCK_M
+        if size != start.block_m and tailed:
+            found.append(resolve(candidate))
+    return found
 
 
 def _resolver(spec: MoESpec, backend: str) -> Callable[[EpConfig], EpConfig]:

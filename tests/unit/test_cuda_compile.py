@@ -18,6 +18,7 @@ VARIANTS = {
     "fp8-short-k": (MODELS["qwen3-30b"], 0),
     "bf16": (replace(MODELS["qwen3-30b"], weight_dtype="bf16"), 0),
     "fp8-tails": (MODELS["deepseek-v3"], 16),
+    "fp8-tails-flash": (MODELS["v4-flash"], 16),  # what a search tries
     "bf16-tails": (replace(MODELS["deepseek-v3"], weight_dtype="bf16"), 16),
 }
 THREADS, SHARED_BYTES = 384, 232448

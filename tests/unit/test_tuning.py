@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from launcher.ranks import Group
-from launcher.tuner import Trial, TuneOptions, search, tune
+from launcher.tuner import Trial, TuneOptions, other_blocks, search, tune
 from megamoe import tuning
 from megamoe.backends.base import device_name
+from megamoe.backends.cuda_build import cuda_config
 from megamoe.errors import SpecError
 from megamoe.layer import open_layer
-from megamoe.spec import EpConfig, MoESpec
+from megamoe.spec import MODELS, EpConfig, MoESpec
 from megamoe.symmetric.local import LocalGroup
 from megamoe.weights import random_experts
 
@@ -97,6 +98,35 @@ def test_other_bits_are_never_taken_however_fast():
     )
     assert best == start
     assert [t.bitwise_equal for t in trials if t.config.block_m == 64] == [False]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "tokens", "start", "others"),
+    [
+        # V4-Flash is opened without tails at every size, and a search tries them.
+        ("v4-flash", 2, 4096, 128, [32, 64, 144]),
+        ("v4-flash", 2, 65, 128, [32, 64, 144]),
+        ("v4-flash", 2, 64, 128, [32, 64]),  # no expert has more than 128 rows
+        ("deepseek-v3", 2, 2048, 144, [32, 64, 128]),
+    ],
+)
+def test_blocks_with_tails_are_tried_where_an_expert_may_have_one(
+    model, ranks, tokens, start, others
+):
+    spec = MODELS[model]
+    opened = EpConfig(num_ranks=ranks, max_tokens=tokens)
+    first = cuda_config(spec, opened)
+    found = other_blocks("cuda", opened, first, lambda config: cuda_config(spec, config))
+    assert first.block_m == start
+    assert [c.block_m for c in found] == others
+    assert [c.tail_rows for c in found] == [16 if c.block_m == 144 else 0 for c in found]
+    assert all(c.ring_l1_blocks and c.wave_blocks and c.l2_lag_blocks for c in found)
+
+
+def test_cpu_ranks_have_no_blocks_with_tails():
+    start = OPEN.resolved(SPEC)
+    found = other_blocks("cpu", OPEN, start, lambda config: config.resolved(SPEC))
+    assert [c.block_m for c in found] == [16, 64, 128]
 
 
 def test_steps_that_were_noise_do_not_hold_against_the_start():
