@@ -8,50 +8,27 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import struct
-import time
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megamoe import jit, native
 from megamoe.backends.base import Counters, hopper_available, need_same_layer, not_loaded
-from megamoe.backends.cuda_build import (
-    BOXES,
-    MoEParams,
-    check_params,
-    compile_moe,
-    cuda_config,
-)
+from megamoe.backends.cuda_barrier import HostBarrier
+from megamoe.backends.cuda_build import BOXES, MoEParams, check_params, compile_moe, cuda_config
 from megamoe.backends.cuda_driver import (
     Kernel,
     Module,
     copy_from_device,
-    copy_to_device,
     fill_device,
     tensor_map,
 )
-from megamoe.backends.cuda_pack import (
-    TILE_N,
-    num_tiles,
-    pack_scale,
-    pack_weight,
-    rows_linear1,
-    rows_linear2,
-    scale_floats,
-)
-from megamoe.backends.trace import (
-    NOT_TRACED,
-    TRACE_CAPACITY,
-    LayerTrace,
-    TraceBuffers,
-    decode_trace,
-    event_dtype,
-    trace_wanted,
-)
+from megamoe.backends.cuda_pack import TILE_N
+from megamoe.backends.cuda_recorder import Recorder
+from megamoe.backends.cuda_weights import allocate_weights
+from megamoe.backends.trace import NOT_TRACED, LayerTrace, trace_wanted
 from megamoe.errors import (
     BackendUnavailable,
     FaultRecord,
@@ -61,16 +38,13 @@ from megamoe.errors import (
     SpecError,
 )
 from megamoe.layout import window_layout
-from megamoe.spec import GROUP, EpConfig, MoESpec
-from megamoe.symmetric.base import GroupRendezvous, Rendezvous, SymmetricMemory, agree
-from megamoe.symmetric.device import DeviceMemory
-from megamoe.weights import ExpertWeights, check_expert
+from megamoe.spec import EpConfig, MoESpec
+from megamoe.symmetric.base import Rendezvous, agree
+from megamoe.symmetric.choice import Provider, symmetric_memory
+from megamoe.weights import ExpertWeights
 
 __all__ = ["CudaSession", "Provider", "compile_moe", "cuda_config"]
 
-Provider = Literal["torch", "nvshmem"]
-
-_LINE = 128
 _OPEN_LIMIT_S = 600.0
 
 
@@ -115,7 +89,8 @@ class CudaSession:
         need_same_layer(rendezvous, spec, self._shape)
         cubin = self._compile(rendezvous)
         self._layout = window_layout(self._shape)
-        self._window = self._provider(rendezvous, provider).allocate(self._layout.nbytes)
+        memory = symmetric_memory(rendezvous, self._device, provider)
+        self._window = memory.allocate(self._layout.nbytes)
         self._control = self._address("control")
         self._abort_offset = cubin.constant("megamoe_abort_offset")
         self._epoch_offset = cubin.constant("megamoe_epoch_offset")
@@ -129,18 +104,19 @@ class CudaSession:
             cooperative=not sharing,
         )
         self._staged: tuple[Tensor, Tensor | None] | None = None
-        self._allocate_weights(rendezvous)
+        self._weights = allocate_weights(spec, self.config.num_ranks, self._device, rendezvous)
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
         self._own_storage = self._window.local.untyped_storage().data_ptr()
-        self._trace_buffer: Tensor | None = None
+        self._recorder: Recorder | None = None
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
-            self._trace_buffer = torch.zeros((units, slots), dtype=torch.int64, device=self._device)
-            self._params.trace = self._trace_events_to()
+            self._recorder = Recorder(self._shape, slots, self._device)
+            self._params.trace = self._recorder.address
         self._num_tokens = 0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._meetings = 0
+        lines = [self._address("host_barrier", rank) for rank in range(self.config.num_ranks)]
+        self._barrier = HostBarrier(lines, self._rank)
         self._faulted: FaultRecord | None = None
         self._broken: GroupBroken | None = None
         self._closed = False
@@ -180,65 +156,9 @@ class CudaSession:
         agree(rendezvous, "compiling the kernel", result)
         return cubin or compile_moe(self._spec, tail_rows=tail_rows, trace=self._trace)
 
-    def _provider(self, rendezvous: Rendezvous, name: str | None) -> SymmetricMemory:
-        if not isinstance(rendezvous, GroupRendezvous):
-            return DeviceMemory(rendezvous, self._device)
-        name = name or os.environ.get("MEGAMOE_SYMMETRIC", "torch")
-        if name == "nvshmem":
-            from megamoe.symmetric.nvshmem import NvshmemMemory
-
-            return NvshmemMemory(rendezvous, self._device)
-        if name == "torch":
-            from megamoe.symmetric.torch_symm import TorchSymmetricMemory
-
-            return TorchSymmetricMemory(rendezvous, self._device)
-        raise SpecError(f"symmetric memory provider {name!r}: must be 'torch' or 'nvshmem'")
-
     def _address(self, region: str, rank: int | None = None) -> int:
         base = self._window.bases[self._rank if rank is None else rank]
         return base + self._layout.regions[region].offset
-
-    def _allocate_weights(self, rendezvous: Rendezvous) -> None:
-        """Room for this rank's experts; a rank without it says so to those that would wait."""
-        try:
-            self._take_memory_of_weights()
-            lacking = False
-        except torch.OutOfMemoryError:
-            lacking = True
-        result: dict[str, str] | Exception = {}
-        if lacking:
-            spec = self._spec
-            experts = spec.experts_per_rank(self.config.num_ranks) + spec.num_shared
-            per_expert = 3 * spec.hidden * spec.inter * (1 if spec.weight_dtype == "fp8" else 2)
-            torch.cuda.empty_cache()  # what was taken before the last piece did not fit
-            free, _ = torch.cuda.mem_get_info(self._device)
-            result = MegaMoeError(
-                f"{experts} experts take {experts * per_expert / 2**30:.1f} GiB, and "
-                f"{free / 2**30:.1f} GiB of the GPU are free: take more ranks, or free its memory"
-            )
-        agree(rendezvous, "allocating the experts' weights", result)
-
-    def _take_memory_of_weights(self) -> None:
-        spec = self._spec
-        local = spec.experts_per_rank(self.config.num_ranks) + spec.num_shared
-        element = 1 if spec.weight_dtype == "fp8" else 2
-        tiles = (spec.inter // GROUP, num_tiles(spec.hidden))
-        columns = (spec.hidden, spec.inter)
-        self._w = [
-            torch.empty(
-                (local, t, k * element // 128, TILE_N, 128), dtype=torch.uint8, device=self._device
-            )
-            for t, k in zip(tiles, columns, strict=True)
-        ]
-        self._w_scale = [
-            torch.zeros((local, t, scale_floats(k)), device=self._device)
-            for t, k in zip(tiles, columns, strict=True)
-        ]
-        self._rows = [
-            rows_linear1(spec.inter).to(self._device),
-            rows_linear2(spec.hidden).to(self._device),
-        ]
-        self._missing = set(range(local))
 
     def _make_params(self, cubin: jit.Cubin) -> MoEParams:
         spec, config = self._spec, self.config
@@ -246,8 +166,8 @@ class CudaSession:
         params = MoEParams(
             rank=self._rank,
             timeout_ns=int(config.timeout_s * 1e9),
-            w1_scale=self._w_scale[0].data_ptr(),
-            w2_scale=self._w_scale[1].data_ptr(),
+            w1_scale=self._weights.scales[0].data_ptr(),
+            w2_scale=self._weights.scales[1].data_ptr(),
             swiglu_clamp=math.inf if spec.swiglu_clamp is None else spec.swiglu_clamp,
         )
 
@@ -257,7 +177,7 @@ class CudaSession:
             assert size == len(data), f"{field}: {len(data)} bytes for {size}"
             ctypes.memmove(target, data, len(data))
 
-        for field, w in zip(("w1", "w2"), self._w, strict=True):
+        for field, w in zip(("w1", "w2"), self._weights.tiles, strict=True):
             rows = math.prod(w.shape[:-1])
             box = (128, TILE_N)
             put(field, tensor_map(w.data_ptr(), columns=128, rows=rows, box=box, element_bytes=1))
@@ -290,14 +210,7 @@ class CudaSession:
         """Packs this rank's experts on the GPU, one at a time."""
         self._need_open()
         for expert in experts:
-            check_expert(self._spec, expert, self.config.num_ranks)
-            pairs = ((expert.w1, expert.w1_scale), (expert.w2, expert.w2_scale))
-            for i, (weight, scale) in enumerate(pairs):
-                pack_weight(weight.to(self._device), self._rows[i], self._w[i][expert.index])
-                if scale is not None:
-                    on_device = scale.to(self._device)
-                    pack_scale(on_device, self._w_scale[i][expert.index], linear1=i == 0)
-            self._missing.discard(expert.index)
+            self._weights.take(expert)
 
     def input_buffers(self) -> tuple[Tensor, Tensor | None]:
         """The window's own rows of x and scales; the first of them are not staged again."""
@@ -378,8 +291,8 @@ class CudaSession:
     def run_moe(self, topk_idx: Tensor, topk_weight: Tensor, out: Tensor) -> None:
         """Collective: runs the staged tokens and waits for the result, unless captured."""
         self._need_open()
-        if self._missing:
-            raise not_loaded(self._missing)
+        if self._weights.missing:
+            raise not_loaded(self._weights.missing)
         if self._faulted is not None:
             raise PeerTimeout(self._faulted, self.config.timeout_s)
         assert topk_idx.is_contiguous()
@@ -409,42 +322,21 @@ class CudaSession:
 
     def stamps(self) -> Tensor:
         """Stamps and waits of the last call, int64 ``[CTAs, slots]``; with ``MEGAMOE_TRACE=1``."""
-        torch.cuda.current_stream(self._device).synchronize()
-        if self._trace_buffer is None:
-            raise MegaMoeError(NOT_TRACED)
-        return self._trace_buffer.cpu()
+        return self._recorded().stamps.cpu()
 
     def trace_events(self) -> LayerTrace:
         """Events of the last call of the current stream; with ``MEGAMOE_TRACE=1``.
 
         Not of the device: kernels of other ranks on it may wait for this rank's next call.
         """
-        torch.cuda.current_stream(self._device).synchronize()
-        if self._trace_buffer is None:
-            raise MegaMoeError(NOT_TRACED)
-        recorded = self._trace_recorded.cpu().numpy().view("uint32")
-        most = max(1, min(int(recorded.max()), TRACE_CAPACITY))
-        return decode_trace(
-            recorded,
-            self._trace_events[:, :, :most].contiguous().cpu().numpy(),
-            self._shape,
-            rank=self._rank,
-            backend="cuda",
-            num_tokens=self._num_tokens,
-        )
+        return self._recorded().events(self._rank, self._num_tokens)
 
-    def _trace_events_to(self) -> int:
-        """Allocates the events of every track; returns the address of their ``TraceBuffers``."""
-        assert self._trace_buffer is not None
-        tracks = (self._shape.num_units, len(native.describe()["trace_roles"]))
-        size = (*tracks, TRACE_CAPACITY, event_dtype().itemsize)
-        self._trace_recorded = torch.zeros(tracks, dtype=torch.int32, device=self._device)
-        self._trace_events = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        tensors = (self._trace_buffer, self._trace_recorded, self._trace_events)
-        buffers = TraceBuffers(*(t.data_ptr() for t in tensors), TRACE_CAPACITY)
-        self._trace_buffers = torch.frombuffer(bytearray(bytes(buffers)), dtype=torch.uint8)
-        self._trace_buffers = self._trace_buffers.to(self._device)
-        return self._trace_buffers.data_ptr()
+    def _recorded(self) -> Recorder:
+        """What records, after the current stream's work."""
+        torch.cuda.current_stream(self._device).synchronize()
+        if self._recorder is None:
+            raise MegaMoeError(NOT_TRACED)
+        return self._recorder
 
     # ------------------------------------------------------------ the rest of the interface
 
@@ -483,7 +375,7 @@ class CudaSession:
         if not self._closed:
             torch.cuda.synchronize(self._device)
             self._closed = True
-            self._w, self._w_scale = [], []
+            self._weights.free()
             self._window.close()
 
     def _need_open(self) -> None:
@@ -497,20 +389,8 @@ class CudaSession:
         return word
 
     def _meet(self, limit_s: float) -> None:
-        """A barrier of hosts through the windows: says who is missing, and cannot hang."""
-        self._meetings += 1
-        line = struct.pack("<I", self._meetings)
-        for peer in range(self.config.num_ranks):
-            copy_to_device(self._address("host_barrier", peer) + self._rank * _LINE, line)
-        own = self._address("host_barrier")
-        deadline = time.monotonic() + limit_s
-        while True:
-            raw = copy_from_device(own, _LINE * self.config.num_ranks)
-            came = [v[0] for v in struct.iter_unpack(f"<I{_LINE - 4}x", raw)]
-            missing = tuple(r for r, n in enumerate(came) if n < self._meetings)
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                self._broken = GroupBroken(missing, limit_s)
-                raise self._broken
-            time.sleep(0.0005)
+        try:
+            self._barrier.meet(limit_s)
+        except GroupBroken as broken:
+            self._broken = broken
+            raise

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe.backends.cuda import CudaSession
+from megamoe.backends import cuda_weights
 from megamoe.backends.cuda_build import compile_moe
+from megamoe.backends.cuda_weights import allocate_weights
 from megamoe.errors import (
     CapacityError,
     InputError,
@@ -211,20 +212,21 @@ def test_wrong_group_size():
 
 def test_a_gpu_rank_without_memory_for_its_experts_fails_all_ranks_at_once(monkeypatch):
     """Host logic of the CUDA session; memory and its lack are made up."""
-    config = EpConfig(num_ranks=2, max_tokens=8)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 140 << 30))
 
-    def body(rendezvous):
-        session = object.__new__(CudaSession)
-        session._spec, session.config, session._device = MODELS["deepseek-v3"], config, None
-        session._take_memory_of_weights = lambda: lack() if rendezvous.rank == 1 else None
-        with pytest.raises(SymmetricMemoryError) as caught:
-            session._allocate_weights(rendezvous)
-        return str(caught.value)
+    def room(spec, num_ranks, device):
+        """``device`` stands for the rank."""
+        if device == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+        return "room"
 
-    def lack():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+    monkeypatch.setattr(cuda_weights, "DeviceWeights", room)
+
+    def body(rendezvous):
+        with pytest.raises(SymmetricMemoryError) as caught:
+            allocate_weights(MODELS["deepseek-v3"], 2, rendezvous.rank, rendezvous)
+        return str(caught.value)
 
     for said in run_group(2, body):
         assert "rank 1: 129 experts take 5.3 GiB, and 5.0 GiB of the GPU are free" in said
