@@ -22,7 +22,7 @@ from megamoe.attention_pre.data import random_weights
 from megamoe.attention_pre.plan import Buffer
 from megamoe.attention_pre.tiling import Batch
 from megamoe.backends.attention_operands import TORCH_DTYPES
-from megamoe.errors import MegaMoeError
+from megamoe.errors import MegaMoeError, SpecError
 from megamoe.reference.attention_pre import AttentionPreOracle
 from megamoe.spec import AttentionPreSpec
 
@@ -44,16 +44,31 @@ __all__ = [
 Row = dict[str, Any]
 SCORES: Final = "E1.paged_logits.out"
 """Buffer of the scores, FP32 [M, keys]."""
+_NEW_TOKENS: Final = 8
 MAX_ERROR: Final = 2e-2
 """Relative error of scores against the oracle's own quantised pipeline: e4m3 codes round the other
 way here and there, which moves scores by 0.009–0.014 whatever the shape."""
 
 
 def batch_of(rows: int, kv: int) -> Batch:
-    """Requests of up to 8 new tokens with ``kv`` keys each."""
-    if rows <= 8:
-        return Batch(((rows, kv),))
-    return Batch(((8, kv),) * (rows // 8))
+    """Requests of up to 8 new tokens with ``kv`` keys each.
+
+    Raises:
+        SpecError: rows of unlike requests, or more new tokens than keys.
+    """
+    new = min(rows, _NEW_TOKENS)
+    if rows < 1 or rows % new:
+        below = rows // _NEW_TOKENS * _NEW_TOKENS
+        raise SpecError(
+            f"--tokens {rows}: requests bring {_NEW_TOKENS} tokens each: give 1 to {_NEW_TOKENS}, "
+            f"or a multiple of it, like {max(below, _NEW_TOKENS)} or {below + _NEW_TOKENS}"
+        )
+    if kv < new:
+        raise SpecError(
+            f"--kv {kv}: the {new} new tokens of each request are among its keys: give at least "
+            f"{new}"
+        )
+    return Batch(((new, kv),) * (rows // new))
 
 
 def floor_us(tensors: Mapping[str, Tensor], batch: Batch, spec: AttentionPreSpec) -> float:

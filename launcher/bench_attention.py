@@ -71,8 +71,12 @@ def command(
             raise SpecError(f"--queue {queue}: must be one of {', '.join(kinds)}")
         if input_pages not in (2, 3):
             raise SpecError(f"--input-pages {input_pages}: must be 2 or 3")
+        from launcher.attention_rows import batch_of
         from megamoe.backends.base import hopper_available
 
+        for rows in tokens or (16,):
+            for keys in kv or (8192,):
+                batch_of(rows, keys)  # refuses what no batch is made of
         if not hopper_available():
             raise BackendUnavailable(
                 "bench attention-pre needs a Hopper GPU (compute capability 9.0)"

@@ -112,13 +112,18 @@ def measure(
 
     Raises:
         BackendUnavailable: no Hopper GPU.
+        SpecError: token or key counts that no batch has.
     """
+    from launcher.attention_rows import batch_of
     from megamoe.backends.base import hopper_available
 
+    for m in tokens:
+        for keys in kv:
+            batch_of(m, keys)  # refuses what no batch is made of
     if not hopper_available():
         raise BackendUnavailable("bench cmp needs a Hopper GPU (compute capability 9.0)")
     from launcher import cmp_rows, cmp_studies
-    from launcher.attention_rows import Copies, batch_of
+    from launcher.attention_rows import Copies
 
     spec = ATTENTION_MODELS[model]
     held = Copies.make(spec, max(*kv, 512), copies)

@@ -26,6 +26,7 @@ from megamoe.attention_pre.stages import partition
 from megamoe.errors import BackendUnavailable, MegaMoeError
 from megamoe.spec import ATTENTION_MODELS
 from tests.attention import SMALL
+from tests.commands import refused
 
 GLM = ATTENTION_MODELS["glm-5.2"]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "attention_pre_h200.json"
@@ -99,6 +100,26 @@ def test_the_command_says_that_it_needs_a_gpu():
     result = CliRunner().invoke(app, ["bench", "attention-pre"])
     assert result.exit_code == 2
     assert "needs a Hopper GPU" in result.output
+
+
+@pytest.mark.parametrize("command", ["attention-pre", "cmp"])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--tokens", "20"], "--tokens 20: requests bring 8 tokens each: give 1 to 8, or a "),
+        (["--tokens", "16", "--tokens", "9"], "a multiple of it, like 8 or 16"),
+        (["--kv", "7"], "--kv 7: the 8 new tokens of each request are among its keys"),
+        (["--tokens", "4", "--kv", "3"], "--kv 3: the 4 new tokens"),
+    ],
+    ids=str,
+)
+def test_rows_that_no_batch_has_are_refused_and_not_rounded(command, options, what):
+    refused("bench", command, *options, what=what)
+
+
+def test_batches_have_the_rows_that_were_asked_for():
+    assert [batch_of(n, 64).rows for n in (1, 5, 8, 16, 64)] == [1, 5, 8, 16, 64]
+    assert batch_of(24, 64).requests == ((8, 64),) * 3
 
 
 @pytest.mark.skipif(find_spec("deep_gemm") is not None, reason="here it is installed")
