@@ -34,6 +34,7 @@ enum TraceSlot : uint32_t {
     kTraceStageX,  // activations wait for a free stage
     kTraceStageW,  // weights wait for a free stage
     kTraceMath,    // math waits for a full stage
+    kTraceTask,    // math waits for a task and its first stage
     kTraceEpilogue1,
     kTraceEpilogue2,
     kTraceCycles,  // SM clocks from start to end

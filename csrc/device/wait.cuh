@@ -21,6 +21,7 @@ struct CallState {
     uint32_t stop;  // 0, kStopPeer: another CTA or rank gave up, kStopHere: this CTA did
     uint32_t epoch;
     uint64_t block_base;
+    RingPosition l1_base, l2_base;  // where the call's first block lies
     uint32_t num_blocks;
     uint32_t want, have;  // with kStopHere: what was waited for
     Wait what;

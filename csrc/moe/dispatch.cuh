@@ -155,10 +155,22 @@ MEGAMOE_DEVICE void index_rows(const MoEParams& p, SharedStorage& s) {
     }
 }
 
+// The ring slots of a block of the call.
+MEGAMOE_DEVICE L1Slot l1_slot_of(const MoEParams& p, const CallState& call, uint32_t block) {
+    return l1_slot(p.shape, ring_position(call.l1_base, block, p.shape.ring_l1));
+}
+MEGAMOE_DEVICE L2Slot l2_slot_of(const MoEParams& p, const CallState& call, uint32_t block) {
+    return l2_slot(p.shape, ring_position(call.l2_base, block, p.shape.ring_l2));
+}
+
 // Every CTA waits for every peer's counts and indexes them. False when the call is given up.
 MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
     const uint32_t ranks = p.shape.num_ranks, per_rank = p.shape.local_experts();
     const uint32_t warp = threadIdx.x / 32, lane = ptx::lane();
+    if (threadIdx.x == kThreads - 1) {  // a thread that waits for few counts, if any
+        s.call.l1_base = ring_position(s.call.block_base, p.shape.ring_l1);
+        s.call.l2_base = ring_position(s.call.block_base, p.shape.ring_l2);
+    }
     for (uint32_t r = threadIdx.x; r < ranks; r += kThreads) {
         wait_word<Compare::kReached, Scope::kSystem>(
             p, s.call, p.word(Region::kCountsFlag, r), s.call.epoch,

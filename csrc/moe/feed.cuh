@@ -8,8 +8,19 @@
 
 namespace megamoe::moe {
 
-// Stages before a task's last one at which the next ticket is asked for: about 3 us.
-inline constexpr uint32_t kTicketAhead = 3;
+// Stages before a task's last one at which its feeder takes the next ticket, 3 to 5 us ahead, posts
+// its tile as the next task, and looks whether that has its inputs: microseconds that would
+// otherwise pass between tasks, while the stages run dry.
+#ifndef MEGAMOE_TICKET_AHEAD
+#define MEGAMOE_TICKET_AHEAD 4
+#endif
+#ifndef MEGAMOE_POST_AHEAD
+#define MEGAMOE_POST_AHEAD 2
+#endif
+#ifndef MEGAMOE_LOOK
+#define MEGAMOE_LOOK 1
+#endif
+inline constexpr uint32_t kTicketAhead = MEGAMOE_TICKET_AHEAD, kPostAhead = MEGAMOE_POST_AHEAD;
 
 MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
     // Above kFewRows the many-row path takes over, with a box of 128, and above those one with a
@@ -49,6 +60,50 @@ class Tiles {
     bool walks_;
 };
 
+// Counts tiles of weights through all experts of a matrix.
+MEGAMOE_DEVICE uint64_t weight_tile(const Tile& tile) {
+    const bool linear1 = tile.kind == TileKind::kLinear1;
+    return uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
+}
+
+// Makes a tile the next task; false if the stream of tasks ends instead: there is none, or the call
+// has been given up. One thread.
+MEGAMOE_DEVICE bool post(const MoEParams& p, SharedStorage& s, const Tile& tile,
+                         Cursor<kTaskSlots>& slot) {
+    // Always comes: whatever happens, the roles finish the tasks they have.
+    while (!ptx::try_wait(s.task_empty[slot.slot], slot.phase)) {
+    }
+    Task& task = s.task[slot.slot];
+    uint64_t& full = s.task_full[slot.slot];
+    if (tile.kind == TileKind::kDone || stopped(s.call)) {
+        task.kind = TileKind::kDone;
+        ptx::arrive(full);
+        return false;
+    }
+    task.kind = tile.kind;
+    task.expert = tile.expert;
+    task.first_row = tile.first_row;
+    task.num_rows = tile.num_rows;
+    task.n = tile.n;
+    task.box = box_for(tile.num_rows);
+    task.l1 = l1_slot_of(p, s.call, tile.block);
+    task.l2 = l2_slot_of(p, s.call, tile.block);
+    task.l2_is_free = tile.block < p.shape.ring_l2;
+    s.call.trace.note_task(slot.slot, tile.block);
+    if constexpr (kFp8) {
+        const bool linear1 = tile.kind == TileKind::kLinear1;
+        const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
+        ptx::arrive_expect(full, floats * 4);
+        ptx::bulk_load(s.w_scale[slot.slot],
+                       (linear1 ? p.w1_scale : p.w2_scale) + weight_tile(tile) * floats, floats * 4,
+                       full);
+    } else {
+        ptx::arrive(full);
+    }
+    slot.advance();
+    return true;
+}
+
 // One thread.
 MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w1);
@@ -59,61 +114,81 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     Cursor<kTaskSlots> slot;
     at.phase = slot.phase = 1;  // free at first
     uint32_t fills = 0;
-    uint32_t ticket = blockIdx.x;  // the first is dealt, and its weights wait for no answer
-    while (true) {
-        const Tile tile = tiles.seek(ticket);
-        // Always comes: whatever happens, the roles finish the tasks they have.
-        while (!ptx::try_wait(s.task_empty[slot.slot], slot.phase)) {
-        }
-        Task& task = s.task[slot.slot];
-        if (tile.kind == TileKind::kDone || stopped(s.call)) {
-            task.kind = TileKind::kDone;
-            ptx::arrive(s.task_full[slot.slot]);
-            break;
-        }
-        const bool linear1 = tile.kind == TileKind::kLinear1;
-        const uint64_t q = s.call.block_base + tile.block;
-        task.kind = tile.kind;
-        task.expert = tile.expert;
-        task.first_row = tile.first_row;
-        task.num_rows = tile.num_rows;
-        task.n = tile.n;
-        task.box = box_for(tile.num_rows);
-        task.l1 = l1_slot(p.shape, q);
-        task.l2 = l2_slot(p.shape, q);
-        task.l2_is_free = tile.block < p.shape.ring_l2;
-        s.call.trace.note_task(slot.slot, tile.block);
-
-        const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
-        if constexpr (kFp8) {
-            const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
-            ptx::arrive_expect(s.task_full[slot.slot], floats * 4);
-            ptx::bulk_load(s.w_scale[slot.slot],
-                           (linear1 ? p.w1_scale : p.w2_scale) + index * floats, floats * 4,
-                           s.task_full[slot.slot]);
-        } else {
-            ptx::arrive(s.task_full[slot.slot]);
-        }
-        const TensorMap& map = linear1 ? p.w1 : p.w2;
+    // The first ticket is dealt, and its weights wait for no answer.
+    Tile tile = tiles.seek(blockIdx.x);
+    bool more = post(p, s, tile, slot);
+    while (more) {
+        const TensorMap& map = tile.kind == TileKind::kLinear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
-        int32_t y = int32_t(index * num_blocks * kTileN);
-        // The next ticket is taken late, just early enough for it to arrive: neighbouring tickets
-        // then start together wherever they are taken, and tiles that share weights find them in
-        // L2.
-        const uint32_t take_at = num_blocks > kTicketAhead ? num_blocks - kTicketAhead : 0;
+        const uint32_t take_at = min(kTicketAhead, num_blocks - 1);
+        const uint32_t post_at = min(kPostAhead, num_blocks - 1);
+        int32_t y = int32_t(weight_tile(tile) * num_blocks * kTileN);
+        uint32_t ticket = 0;
+        bool posted = false;
 #pragma unroll 1
-        for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
+        for (uint32_t left = num_blocks; left-- > 0; y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
-            if (kb == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
+            // Late, so that neighbouring tickets start together wherever they are taken: tiles that
+            // share weights then find them in L2.
+            if (left == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
             ++fills;
             at.advance();
+            if (left != post_at) continue;
+            tile = tiles.seek(ticket);
+            more = post(p, s, tile, slot);
+            posted = true;
         }
-        slot.advance();
+        if (!posted) more = post(p, s, tile, slot);  // stopped: the end
     }
     s.fills[0] = fills;
 }
+
+// Whether words say that a task's inputs are in the rings, and its output's slot is free.
+// Hand-offs 4, 6 and 7.
+class Inputs {
+  public:
+    MEGAMOE_DEVICE Inputs(const MoEParams& p, SharedStorage& s, const Task& task)
+        : p_(p), s_(s), task_(task), linear1_(task.kind == TileKind::kLinear1) {}
+
+    // One look.
+    MEGAMOE_DEVICE bool there() const {
+        if (!reached(ptx::load_acquire_gpu(full()), full_target())) return false;
+        return !waits_for_l2() || reached(ptx::load_acquire_gpu(l2_empty()), task_.l2.free_target);
+    }
+    // False when the call is given up.
+    MEGAMOE_DEVICE bool wait() const {
+        const Phase phase = linear1_ ? Phase::kLinear1 : Phase::kLinear2;
+        return wait_word<Compare::kReached, Scope::kGpu>(
+                   p_, s_.call, full(), full_target(),
+                   {Role::kMath, phase, linear1_ ? Tag::kL1Full : Tag::kL2Full, blockIdx.x, p_.rank,
+                    ring_slot()}) &&
+               (!waits_for_l2() ||
+                wait_word<Compare::kReached, Scope::kGpu>(
+                    p_, s_.call, l2_empty(), task_.l2.free_target,
+                    {Role::kMath, phase, Tag::kL2Empty, blockIdx.x, p_.rank, task_.l2.slot}));
+    }
+    // Of the ring that the task reads.
+    MEGAMOE_DEVICE uint32_t ring_slot() const { return linear1_ ? task_.l1.slot : task_.l2.slot; }
+
+  private:
+    MEGAMOE_DEVICE const uint32_t* full() const {
+        return p_.word(linear1_ ? Region::kL1Full : Region::kL2Full, ring_slot());
+    }
+    MEGAMOE_DEVICE uint32_t full_target() const {
+        return linear1_ ? task_.l1.ready_target : task_.l2.ready_target;
+    }
+    MEGAMOE_DEVICE bool waits_for_l2() const { return linear1_ && !task_.l2_is_free; }
+    MEGAMOE_DEVICE const uint32_t* l2_empty() const {
+        return p_.word(Region::kL2Empty, task_.l2.slot);
+    }
+
+    const MoEParams& p_;
+    SharedStorage& s_;
+    const Task& task_;
+    bool linear1_;
+};
 
 // One thread.
 MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
@@ -121,7 +196,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
     Cursor<kTaskSlots> slot;
     at.phase = 1;
     uint32_t fills = 0;
-    bool ok = true;
+    bool ok = true, there = false;  // nobody gave up; a look has found the next task's inputs
     Phase begun = Phase::kExchange;
     while (true) {
         while (!ptx::try_wait(s.task_full[slot.slot], slot.phase)) {
@@ -136,38 +211,33 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
             begun = phase;
             ok = ok && wait_all_blocks(p, s, linear1 ? Phase::kPull : Phase::kLinear1);
         }
-        if (linear1) {  // hand-offs 4 and 7
-            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
-                           p, s.call, p.word(Region::kL1Full, task.l1.slot), task.l1.ready_target,
-                           {Role::kMath, phase, Tag::kL1Full, blockIdx.x, p.rank, task.l1.slot});
-            if (!task.l2_is_free)
-                ok = ok &&
-                     wait_word<Compare::kReached, Scope::kGpu>(
-                         p, s.call, p.word(Region::kL2Empty, task.l2.slot), task.l2.free_target,
-                         {Role::kMath, phase, Tag::kL2Empty, blockIdx.x, p.rank, task.l2.slot});
-        } else {  // hand-off 6
-            ok = ok && wait_word<Compare::kReached, Scope::kGpu>(
-                           p, s.call, p.word(Region::kL2Full, task.l2.slot), task.l2.ready_target,
-                           {Role::kMath, phase, Tag::kL2Full, blockIdx.x, p.rank, task.l2.slot});
-        }
+        const Inputs inputs(p, s, task);
+        ok = ok && (there || inputs.wait());
+        there = false;
         if (!ok) continue;  // keep consuming tasks: their stream must end for every role
         if (fills == 0) s.call.trace.stamp(kTraceFirstStage);
         ptx::fence_proxy_async();
         const uint32_t rows = box_rows(task.box), block_m = p.shape.block_m;
-        const uint32_t ring_slot = linear1 ? task.l1.slot : task.l2.slot;
         const TensorMap& map = linear1 ? p.x[task.box] : p.h[task.box];
         const uint32_t num_blocks = k_blocks(task.kind), groups = num_blocks / (kFp8 ? 1 : 2);
         const float* scale = p.ptr<float>(p.rank, linear1 ? Region::kL1Scale : Region::kL2Scale) +
-                             uint64_t(ring_slot) * groups * block_m;
+                             uint64_t(inputs.ring_slot()) * groups * block_m;
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb) {
+            // The weights' feeder has posted the next task by now.
+            if (MEGAMOE_LOOK && kb + 1 == num_blocks &&
+                ptx::test_wait(s.task_full[slot.slot], slot.phase)) {
+                const Task& next = s.task[slot.slot];
+                there = next.kind != TileKind::kDone && Inputs(p, s, next).there();
+            }
             if (!wait_stage(s, at, kTraceStageX)) {
                 ok = false;
                 break;
             }
             ptx::arrive_expect(s.stage_full[at.slot], rows * (kBlockBytes + (kFp8 ? 4 : 0)));
-            ptx::tma_load(s.x[at.slot], map, int32_t(kb * kBlockK), int32_t(ring_slot * block_m),
-                          s.stage_full[at.slot], ptx::kEvictLast);
+            ptx::tma_load(s.x[at.slot], map, int32_t(kb * kBlockK),
+                          int32_t(inputs.ring_slot() * block_m), s.stage_full[at.slot],
+                          ptx::kEvictLast);
             if constexpr (kFp8)
                 ptx::bulk_load(s.x_scale[at.slot], scale + kb * block_m, rows * 4,
                                s.stage_full[at.slot]);

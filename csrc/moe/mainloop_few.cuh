@@ -74,7 +74,7 @@ MEGAMOE_DEVICE void mainloop_few(float (&acc)[2][N / 2], SharedStorage& s,
         }
         const uint32_t first = at.slot;
         {
-            TraceSpan span(s.call.trace, kTraceMath, threadIdx.x == 0);
+            TraceSpan span(s.call.trace, g == 0 ? kTraceTask : kTraceMath, threadIdx.x == 0);
             wait_or_stop(s.stage_full[first], at.phase, s.call);
         }
         issue(part[0], first, 0, false);

@@ -38,7 +38,10 @@ class MainloopMany {
         // make a loop body. (Four spill; one is 2 % slower.)
         constexpr bool kUnroll = kKBlocks1 % 2 == 0 && kKBlocks2 % 2 == 0;
         constexpr uint32_t kStep = kUnroll || !kFp8 ? 2 : 1;
-        wait_or_stop(s_.stage_full[at.slot], at.phase, s_.call);
+        {
+            TraceSpan span(s_.call.trace, kTraceTask, threadIdx.x == 0);
+            wait_or_stop(s_.stage_full[at.slot], at.phase, s_.call);
+        }
         load_scales(at.slot, 0);
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks_; kb += kStep) {

@@ -102,7 +102,10 @@ MEGAMOE_DEVICE void many_rows_and_tail(const MoEParams& p, SharedStorage& s) {
 MEGAMOE_DEVICE void math(const MoEParams& p, SharedStorage& s) {
     while (true) {
         const uint32_t phase = math_state(s).task.phase;
-        while (!ptx::try_wait(s.task_full[task_slot(s)], phase)) {
+        {
+            TraceSpan span(s.call.trace, kTraceTask, threadIdx.x == 0);
+            while (!ptx::try_wait(s.task_full[task_slot(s)], phase)) {
+            }
         }
         const Task& task = s.task[task_slot(s)];
         if (__shfl_sync(~0u, uint32_t(task.kind), 0) == uint32_t(TileKind::kDone)) break;

@@ -23,8 +23,8 @@ struct PhaseWait {
 // What says that a phase is done for block b of the call.
 MEGAMOE_DEVICE PhaseWait phase_wait(const MoEParams& p, const CallState& call, Phase done,
                                     uint32_t b) {
-    const L1Slot l1 = l1_slot(p.shape, call.block_base + b);
-    const L2Slot l2 = l2_slot(p.shape, call.block_base + b);
+    const L1Slot l1 = l1_slot_of(p, call, b);
+    const L2Slot l2 = l2_slot_of(p, call, b);
     if (done == Phase::kPull)
         return {p.word(Region::kL1Full, l1.slot), l1.ready_target, Tag::kL1Full};
     if (done == Phase::kLinear1)

@@ -24,7 +24,7 @@ MEGAMOE_DEVICE FoundRow find_row(const MoEParams& p, SharedStorage& s, uint32_t 
     const uint32_t block_of_expert = blocks.of(of_expert);
     const uint32_t block = s.block_begin[at] + block_of_expert;
     const uint32_t in_block = of_expert - blocks.begin(block_of_expert);
-    const L1Slot slot = l1_slot(p.shape, s.call.block_base + block);
+    const L1Slot slot = l1_slot_of(p, s.call, block);
     // The block's last row brings its padding with it.
     const bool last = in_block + 1 == blocks.size(block_of_expert);
     return {{p.at(from.rank, Region::kInput, from.token),

@@ -1,9 +1,11 @@
 // place_of_ticket (csrc/include/megamoe/schedule.hpp) beside TileWalk, which tests/protocol holds
-// to the rules: the same tile for every ticket of random calls with waves of one block.
+// to the rules: the same tile for every ticket of random calls with waves of one block. And both
+// forms of ring_position (csrc/include/megamoe/protocol.hpp), also where turns wrap.
 #include <cstdio>
 #include <random>
 #include <vector>
 
+#include "megamoe/protocol.hpp"
 #include "megamoe/schedule.hpp"
 
 using namespace megamoe;
@@ -35,6 +37,16 @@ bool same(const MoEShape& s, const std::vector<uint32_t>& rows, std::minstd_rand
     }
 }
 
+bool same_position(uint64_t base, uint32_t block, uint32_t ring) {
+    const RingPosition want = ring_position(base + block, ring);
+    const RingPosition have = ring_position(ring_position(base, ring), block, ring);
+    if (have.slot == want.slot && have.turn == want.turn) return true;
+    std::printf("block %u behind %llu of a ring of %u: slot %u turn %u, want %u %u\n", block,
+                static_cast<unsigned long long>(base), ring, have.slot, have.turn, want.slot,
+                want.turn);
+    return false;
+}
+
 }  // namespace
 
 int main() {
@@ -56,6 +68,12 @@ int main() {
         std::vector<uint32_t> rows(s.total_experts());
         for (uint32_t& r : rows) r = below(3) ? below(50) : 0;
         if (!same(s, rows, random)) return 1;
+    }
+    for (int i = 0; i < 20000; ++i) {
+        const uint32_t ring = 1 + below(200), near = below(2000);
+        const uint64_t turns = uint64_t(below(4)) << 32;  // counters hold the turn modulo 2^32
+        const uint64_t base = turns * ring - (turns ? near : 0) + below(3);
+        if (!same_position(base, below(4000), ring)) return 1;
     }
     std::puts("ok");
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 
 STAGES, TASK_SLOTS, MATH_WARPS = 4, 4, 3  # kStages, kTaskSlots of csrc/moe/shared.cuh
+POST_AHEAD = 2  # kPostAhead of csrc/moe/feed.cuh
 
 
 class Barrier:
@@ -65,19 +66,25 @@ Steps = Iterator[tuple[Barrier, int] | None]
 """What a role yields: a wait, or None for time that passes."""
 
 
+def post(cta: Cta, i: int) -> Steps:
+    """Task i, or after the last one the end."""
+    slot, use = i % TASK_SLOTS, i // TASK_SLOTS
+    yield cta.task_empty[slot], (use + 1) % 2
+    cta.posted[slot] = i if i < len(cta.tasks) else None
+    cta.task_full[slot].arrive()
+
+
 def feed_weights(cta: Cta) -> Steps:
     stage = 0
-    for i in range(len(cta.tasks) + 1):
-        slot, use = i % TASK_SLOTS, i // TASK_SLOTS
-        yield cta.task_empty[slot], (use + 1) % 2
-        done = i == len(cta.tasks)
-        cta.posted[slot] = None if done else i
-        cta.task_full[slot].arrive()
-        for _ in range(0 if done else cta.tasks[i][1]):
+    yield from post(cta, 0)
+    for i, (_, blocks) in enumerate(cta.tasks):
+        for left in reversed(range(blocks)):
             yield cta.stage_empty[stage % STAGES], (stage // STAGES + 1) % 2
             yield None
             cta.stage_full[stage % STAGES].arrive()
             stage += 1
+            if left == min(POST_AHEAD, blocks - 1):
+                yield from post(cta, i + 1)
 
 
 def feed_activations(cta: Cta) -> Steps:

@@ -73,6 +73,13 @@ struct RingPosition {
 MEGAMOE_HD constexpr RingPosition ring_position(uint64_t q, uint32_t ring_blocks) {
     return {uint32_t(q % ring_blocks), uint32_t(q / ring_blocks)};
 }
+// The position `blocks` behind another, by 32-bit arithmetic: a GPU takes several times as long for
+// 64-bit divisions.
+MEGAMOE_HD constexpr RingPosition ring_position(RingPosition from, uint32_t blocks,
+                                                uint32_t ring_blocks) {
+    const uint32_t at = from.slot + blocks;
+    return {at % ring_blocks, from.turn + at / ring_blocks};
+}
 
 // Targets of the four ring counters for block q.
 struct L1Slot {
@@ -81,14 +88,18 @@ struct L1Slot {
 struct L2Slot {
     uint32_t slot, free_target, ready_target, done_target;
 };
-MEGAMOE_HD constexpr L1Slot l1_slot(const MoEShape& s, uint64_t q) {
-    const RingPosition p = ring_position(q, s.ring_l1);
+MEGAMOE_HD constexpr L1Slot l1_slot(const MoEShape& s, RingPosition p) {
     return {p.slot, p.turn * s.l1_tiles(), (p.turn + 1) * s.block_m};
 }
-MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
-    const RingPosition p = ring_position(q, s.ring_l2);
+MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, RingPosition p) {
     return {p.slot, p.turn * s.l2_tiles(), (p.turn + 1) * s.l1_tiles(),
             (p.turn + 1) * s.l2_tiles()};
+}
+MEGAMOE_HD constexpr L1Slot l1_slot(const MoEShape& s, uint64_t q) {
+    return l1_slot(s, ring_position(q, s.ring_l1));
+}
+MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
+    return l2_slot(s, ring_position(q, s.ring_l2));
 }
 
 // CPU units meet at the grid barrier this often in a call, always. On a GPU each CTA arrives once,
