@@ -8,19 +8,14 @@
 
 namespace megamoe::moe {
 
-// Stages before a task's last one at which its feeder takes the next ticket, 3 to 5 us ahead, posts
-// its tile as the next task, and looks whether that has its inputs: microseconds that would
-// otherwise pass between tasks, while the stages run dry.
-#ifndef MEGAMOE_TICKET_AHEAD
-#define MEGAMOE_TICKET_AHEAD 4
-#endif
-#ifndef MEGAMOE_POST_AHEAD
-#define MEGAMOE_POST_AHEAD 2
-#endif
-#ifndef MEGAMOE_LOOK
-#define MEGAMOE_LOOK 1
-#endif
-inline constexpr uint32_t kTicketAhead = MEGAMOE_TICKET_AHEAD, kPostAhead = MEGAMOE_POST_AHEAD;
+// Stages before a task's last one at which the next ticket is taken: 2 to 3 us. Late, so that
+// neighbouring tickets start together wherever they are taken: tiles that share weights then find
+// them in L2.
+inline constexpr uint32_t kTicketAhead = 2;
+// The same where no tiles share weights. There its tile becomes a task, and is looked at for its
+// inputs, before the stages of the task before it run dry.
+inline constexpr uint32_t kEarlyTicketAhead = 4, kEarlyPostAhead = 2;
+MEGAMOE_DEVICE bool posts_early(const MoEParams& p) { return p.shape.wave_blocks == 1; }
 
 MEGAMOE_DEVICE uint32_t box_for(uint32_t rows) {
     // Above kFewRows the many-row path takes over, with a box of 128, and above those one with a
@@ -110,6 +105,8 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w2);
     Tiles tiles(p, s);
     uint32_t* tickets = &p.control(p.rank).ticket.value;
+    const uint32_t ticket_ahead = posts_early(p) ? kEarlyTicketAhead : kTicketAhead;
+    const uint32_t post_ahead = posts_early(p) ? kEarlyPostAhead : 0;
     Cursor<kStages> at;
     Cursor<kTaskSlots> slot;
     at.phase = slot.phase = 1;  // free at first
@@ -120,16 +117,14 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     while (more) {
         const TensorMap& map = tile.kind == TileKind::kLinear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
-        const uint32_t take_at = min(kTicketAhead, num_blocks - 1);
-        const uint32_t post_at = min(kPostAhead, num_blocks - 1);
+        const uint32_t take_at = min(ticket_ahead, num_blocks - 1);
+        const uint32_t post_at = min(post_ahead, num_blocks - 1);
         int32_t y = int32_t(weight_tile(tile) * num_blocks * kTileN);
         uint32_t ticket = 0;
         bool posted = false;
 #pragma unroll 1
         for (uint32_t left = num_blocks; left-- > 0; y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
-            // Late, so that neighbouring tickets start together wherever they are taken: tiles that
-            // share weights then find them in L2.
             if (left == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
@@ -224,8 +219,7 @@ MEGAMOE_DEVICE void feed_activations(const MoEParams& p, SharedStorage& s) {
                              uint64_t(inputs.ring_slot()) * groups * block_m;
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb) {
-            // The weights' feeder has posted the next task by now.
-            if (MEGAMOE_LOOK && kb + 1 == num_blocks &&
+            if (posts_early(p) && kb + 1 == num_blocks &&
                 ptx::test_wait(s.task_full[slot.slot], slot.phase)) {
                 const Task& next = s.task[slot.slot];
                 there = next.kind != TileKind::kDone && Inputs(p, s, next).there();

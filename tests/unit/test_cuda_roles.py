@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 
 STAGES, TASK_SLOTS, MATH_WARPS = 4, 4, 3  # kStages, kTaskSlots of csrc/moe/shared.cuh
-POST_AHEAD = 2  # kPostAhead of csrc/moe/feed.cuh
+POST_AHEAD = (0, 2)  # late, and kEarlyPostAhead, of csrc/moe/feed.cuh
 
 
 class Barrier:
@@ -39,6 +39,7 @@ class Cta:
     """Barriers of SharedStorage, and what has been announced."""
 
     tasks: list[tuple[bool, int]]  # (Linear 2?, blocks of K)
+    post_ahead: int = 0
     shared_tile_barrier: bool = False  # as it once was
     stage_full: list[Barrier] = field(default_factory=lambda: [Barrier(2) for _ in range(STAGES)])
     stage_empty: list[Barrier] = field(
@@ -83,7 +84,7 @@ def feed_weights(cta: Cta) -> Steps:
             yield None
             cta.stage_full[stage % STAGES].arrive()
             stage += 1
-            if left == min(POST_AHEAD, blocks - 1):
+            if left == min(cta.post_ahead, blocks - 1):
                 yield from post(cta, i + 1)
 
 
@@ -165,7 +166,7 @@ def run(cta: Cta, rng: random.Random) -> bool:
 
 def make(rng: random.Random, **more: bool) -> Cta:
     tasks = [(rng.random() < 0.5, rng.randint(1, 6)) for _ in range(rng.randint(1, 25))]
-    return Cta(tasks, **more)
+    return Cta(tasks, rng.choice(POST_AHEAD), **more)
 
 
 @pytest.mark.parametrize("seed", range(8))
