@@ -82,23 +82,17 @@ MEGAMOE_DEVICE void named_barrier(int id) {
 // ---------------------------------------------------------------- bulk copies
 
 // What L2 is to do with the lines of a copy.
-inline constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000,
-                          kEvictLast = 0x14F0000000000000;
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictLast = 0x14F0000000000000;
 
-MEGAMOE_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t& bar) {
+MEGAMOE_DEVICE void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint64_t& bar) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(shared)),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(shared_address(&bar))
         : "memory");
 }
-MEGAMOE_DEVICE void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint64_t& bar,
-                              uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-        "[%1], %2, [%3], %4;" ::"r"(shared),
-        "l"(global), "r"(bytes), "r"(shared_address(&bar)), "l"(policy)
-        : "memory");
+MEGAMOE_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t& bar) {
+    bulk_load(shared_address(shared), global, bytes, bar);
 }
 MEGAMOE_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),

@@ -6,13 +6,6 @@
 
 #include "moe/shared.cuh"
 
-#ifndef MEGAMOE_COMBINE_CHUNKS
-#define MEGAMOE_COMBINE_CHUNKS 8
-#endif
-#ifndef MEGAMOE_COMBINE_EVICT_FIRST
-#define MEGAMOE_COMBINE_EVICT_FIRST 0
-#endif
-
 namespace megamoe::moe {
 
 inline constexpr uint32_t kWarpColumns = 32 * 8;  // a lane takes 8 columns at a time
@@ -26,7 +19,7 @@ MEGAMOE_HD constexpr uint32_t piece_chunks(uint32_t most) {
         if (chunks % n == 0) return n;
     return chunks < most ? chunks : most;
 }
-inline constexpr uint32_t kPieceChunks = piece_chunks(MEGAMOE_COMBINE_CHUNKS);
+inline constexpr uint32_t kPieceChunks = piece_chunks(8);
 inline constexpr uint32_t kPieceColumns = kPieceChunks * kWarpColumns;
 inline constexpr uint32_t kSlotPieces = ceil_div(kHidden, kPieceColumns);
 inline constexpr uint32_t kSlotPieceBytes = kPieceColumns * 2;
@@ -172,8 +165,7 @@ class SlotStream {
                 uint64_t& full = full_[head_.slot];
                 ptx::arrive_expect(full, bytes);
                 ptx::bulk_load(ring_ + head_.slot * kSlotPieceBytes,
-                               from_ + slot * slot_stride() + column * 2, bytes, full,
-                               MEGAMOE_COMBINE_EVICT_FIRST ? ptx::kEvictFirst : ptx::kEvictNormal);
+                               from_ + slot * slot_stride() + column * 2, bytes, full);
             }
             head_.advance();
             ++pieces_;

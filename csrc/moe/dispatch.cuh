@@ -14,14 +14,15 @@ MEGAMOE_DEVICE uint32_t expert_at(const MoEParams& p, uint32_t order) {
 // Routes are listed without atomics and without a barrier between counting and writing: each CTA
 // has some experts to itself, and reads all ids for them. Position in the owner's list = routes to
 // the owner's earlier experts + earlier routes to this one. Each warp has a contiguous part of the
-// ids, kBatch experts are looked for at once, and kAhead loads are in flight.
+// ids, kBatch experts are looked for at once, and kAhead loads of four ids are in flight.
 class RouteLister {
   public:
     MEGAMOE_DEVICE RouteLister(const MoEParams& p, SharedStorage& s)
         : p_(p), s_(s), num_ids_(p.num_tokens * p.shape.topk) {
-        const uint32_t part = ceil_div(ceil_div(num_ids_, 32 * kAhead), kWarps) * 32 * kAhead;
+        const uint32_t part = ceil_div(ceil_div(num_ids_, kAtOnce), kWarps) * kAtOnce;
         begin_ = threadIdx.x / 32 * part;
         end_ = min(begin_ + part, num_ids_);
+        by_four_ = reinterpret_cast<uintptr_t>(p.topk_idx) % 16 == 0;
     }
 
     MEGAMOE_DEVICE void run() {
@@ -29,7 +30,8 @@ class RouteLister {
     }
 
   private:
-    static constexpr uint32_t kWarps = kThreads / 32, kBatch = 2, kAhead = 8;
+    static constexpr uint32_t kWarps = kThreads / 32, kBatch = 2, kAhead = 4;
+    static constexpr uint32_t kWords = 4, kAtOnce = kAhead * 32 * kWords;  // ids of a load, a warp
 
     // Experts first, first + gridDim.x, …
     MEGAMOE_DEVICE void list(uint32_t first) {
@@ -42,16 +44,18 @@ class RouteLister {
             wanted[b] = int32_t(first + b * gridDim.x);
             owned[b] = wanted[b] / int32_t(per_rank) * int32_t(per_rank);
         }
-        for (uint32_t i = begin_; i < end_; i += 32 * kAhead) {
-            int32_t id[kAhead];
+        for (uint32_t i = begin_; i < end_; i += kAtOnce) {
+            int32_t id[kAhead][kWords];
             load(id, i);
 #pragma unroll
             for (uint32_t u = 0; u < kAhead; ++u)
 #pragma unroll
-                for (uint32_t b = 0; b < kBatch; ++b) {
-                    earlier[b] += id[u] >= owned[b] && id[u] < wanted[b];
-                    mine[b] += id[u] == wanted[b];
-                }
+                for (uint32_t w = 0; w < kWords; ++w)
+#pragma unroll
+                    for (uint32_t b = 0; b < kBatch; ++b) {
+                        earlier[b] += id[u][w] >= owned[b] && id[u][w] < wanted[b];
+                        mine[b] += id[u][w] == wanted[b];
+                    }
         }
 #pragma unroll
         for (uint32_t b = 0; b < kBatch; ++b) {
@@ -80,30 +84,50 @@ class RouteLister {
             p_.recv_count(owner, parity, p_.rank)[expert % p_.shape.local_experts()] = count;
         uint32_t* list = p_.route(owner, parity, p_.rank);
         const uint32_t last = at + mine;
-        for (uint32_t i = begin_; at < last; i += 32 * kAhead) {
-            int32_t id[kAhead];
+        for (uint32_t i = begin_; at < last; i += kAtOnce) {
+            int32_t id[kAhead][kWords];
             load(id, i);
 #pragma unroll
             for (uint32_t u = 0; u < kAhead; ++u) {
-                const bool hit = id[u] == int32_t(expert);
-                const uint32_t hits = __ballot_sync(~0u, hit);
-                if (hit)
-                    list[at + __popc(hits & ((1u << ptx::lane()) - 1))] = i + u * 32 + ptx::lane();
-                at += __popc(hits);
+                // Of lower lanes, whose ids come before this one's; of all lanes.
+                uint32_t before = 0, hits = 0;
+#pragma unroll
+                for (uint32_t w = 0; w < kWords; ++w) {
+                    const uint32_t found = __ballot_sync(~0u, id[u][w] == int32_t(expert));
+                    before += __popc(found & ((1u << ptx::lane()) - 1));
+                    hits += __popc(found);
+                }
+                uint32_t* to = list + at + before;
+#pragma unroll
+                for (uint32_t w = 0; w < kWords; ++w)
+                    if (id[u][w] == int32_t(expert)) *to++ = index(i, u) + w;
+                at += hits;
             }
         }
     }
-    MEGAMOE_DEVICE void load(int32_t (&id)[kAhead], uint32_t first) {
+    // Of this lane's first id of load u.
+    MEGAMOE_DEVICE static uint32_t index(uint32_t first, uint32_t u) {
+        return first + (u * 32 + ptx::lane()) * kWords;
+    }
+    MEGAMOE_DEVICE void load(int32_t (&id)[kAhead][kWords], uint32_t first) {
 #pragma unroll
         for (uint32_t u = 0; u < kAhead; ++u) {
-            const uint32_t i = first + u * 32 + ptx::lane();
-            id[u] = i < end_ ? __ldg(p_.topk_idx + i) : -1;
+            const uint32_t i = index(first, u);
+            if (by_four_ && i + kWords <= end_) {
+                const int4 v = __ldg(reinterpret_cast<const int4*>(p_.topk_idx + i));
+                id[u][0] = v.x, id[u][1] = v.y, id[u][2] = v.z, id[u][3] = v.w;
+            } else {
+#pragma unroll
+                for (uint32_t w = 0; w < kWords; ++w)
+                    id[u][w] = i + w < end_ ? __ldg(p_.topk_idx + i + w) : -1;
+            }
         }
     }
 
     const MoEParams& p_;
     SharedStorage& s_;
     uint32_t num_ids_, begin_, end_;
+    bool by_four_;  // the caller's ids may be a part of a tensor
 };
 
 // The CTA that is last to have written its lists raises this rank's flag at every peer. Hand-offs 2
