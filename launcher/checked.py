@@ -6,7 +6,9 @@ A search or a benchmark takes minutes; a folder that cannot be written must be k
 from __future__ import annotations
 
 import math
+import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ from typer.core import TyperCommand
 from launcher.console import errors_to_exit
 from megamoe.errors import SpecError
 
-__all__ = ["WRITTEN", "Command", "add", "need_writable"]
+__all__ = ["WRITTEN", "Command", "add", "given", "need_writable", "refuse_void"]
 
 WRITTEN: Final = frozenset({"output", "svg", "trace", "report", "folder", "workdir"})
 """Parameters that name files or folders to be written; other paths are read."""
@@ -66,6 +68,29 @@ def need_writable(option: str, path: Path) -> None:
         raise SpecError(
             f"{option} {path} cannot be written ({reason}): give a place that can"
         ) from None
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was typed. Rank processes get all of them."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE" and "RANK" not in os.environ
+
+
+def refuse_void(context: typer.Context, names: Iterable[str], where: str) -> None:
+    """Refuses options that would be ignored.
+
+    Args:
+        context: of the command.
+        names: of parameters.
+        where: they are used, to be said.
+
+    Raises:
+        SpecError: one was typed.
+    """
+    options = {p.name: p.opts[0] for p in context.command.params}
+    typed = [options[name] for name in names if given(context, name)]
+    if typed:
+        raise SpecError(f"{', '.join(typed)}: used {where}; leave out what would be ignored")
 
 
 def add(to: typer.Typer, name: str, command: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from launcher.checked import Command
+from launcher.checked import Command, given
 from launcher.console import (
     DebugFlag,
     JsonFlag,
@@ -88,7 +88,7 @@ def gaps(
         )
         from launcher.estimates import H200
 
-        shapes = [f"--{n}" for n in ("model", "batch", "context") if _given(typed, n)]
+        shapes = [f"--{n}" for n in ("model", "batch", "context") if given(typed, n)]
         if kernels is not None and shapes:
             raise SpecError(f"--kernels lists the work itself: leave {', '.join(shapes)} out")
         if kernels is not None:
@@ -219,17 +219,13 @@ def moe(
             raise SpecError("--refit needs --against FILE to fit to")
         coefficients = fit(rows, machine) if refit and rows is not None else FITTED
         if rows is not None:
-            if _given(context, "imbalance"):
+            if given(context, "imbalance"):
                 raise SpecError("--imbalance: rows that the model is compared with are uniform")
             chosen = {
-                "model": [model] if _given(context, "model") else None,
+                "model": [model] if given(context, "model") else None,
                 "experts": [experts] if experts else None,
-                "ranks": _numbers("--ranks", ranks, MAX_RANKS)
-                if _given(context, "ranks")
-                else None,
-                "tokens": _numbers("--tokens", tokens, _MOST)
-                if _given(context, "tokens")
-                else None,
+                "ranks": _numbers("--ranks", ranks, MAX_RANKS) if given(context, "ranks") else None,
+                "tokens": _numbers("--tokens", tokens, _MOST) if given(context, "tokens") else None,
             }
             _show_error(rows, chosen, machine, coefficients, str(against), as_json=as_json)
             return
@@ -290,12 +286,6 @@ def moe(
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def _given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _machine(link_gbs: float, tflops: float, read_tbs: float) -> Machine:

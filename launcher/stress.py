@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
+from launcher.checked import refuse_void
 from launcher.console import (
     EXIT_WRONG,
     BackendOption,
@@ -48,8 +49,10 @@ from launcher.stress_cases import (
     config_of,
     folded,
     loads_of,
+    numbers,
     possible,
     rows_of,
+    sizes_of,
 )
 from launcher.stress_file import read_results, save_cases, write_results
 from megamoe.errors import SpecError
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _RANKS: Final = 4
+_OF_CASES: Final = ("sizes", "seeds", "block_m", "replay")
+_OF_SOAKS: Final = ("layers", "rounds", "misses", "seed")
 
 
 def command(
@@ -146,8 +151,8 @@ def command(
             spec,
             tokens,
             seeds,
-            _sizes(sizes, num_ranks, spec, endless=endless),
-            _numbers("--block-m", block_m),
+            sizes_of(sizes, num_ranks, spec, endless=endless),
+            numbers("--block-m", block_m),
             workers if workers is not None else 2 if device == "cpu" else 0,
             cast("Backend", backend),
             timeout,
@@ -188,6 +193,11 @@ def command(
             )
         return _stress(group, options)
 
+    with errors_to_exit(debug=debug):
+        if endless:
+            refuse_void(context, _OF_CASES, "for cases, without --calls and --soak")
+        else:
+            refuse_void(context, _OF_SOAKS, "in soaks, with --calls or --soak")
     if threads:
         from launcher.thread_ranks import run_in_threads
 
@@ -240,27 +250,6 @@ def _say_if_idle(sizes: tuple[int, ...], num_ranks: int, *, threads: bool) -> No
             markup=False,
             soft_wrap=True,
         )
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
-        raise SpecError(f"{option} {text!r}: write numbers like 1,2,4")
-    return tuple(int(p) for p in parts)
-
-
-def _sizes(text: str, num_ranks: int, spec: MoESpec, *, endless: bool) -> tuple[int, ...]:
-    """EP sizes that this group can show; a soak is of all its ranks."""
-    sizes = tuple(sorted({n for n in _numbers("--sizes", text) if n <= num_ranks}))
-    if not sizes:
-        raise SpecError(f"--sizes {text!r}: all are above the {num_ranks} ranks of this group")
-    for size in (num_ranks,) if endless else sizes:
-        if spec.num_experts % size:
-            raise SpecError(
-                f"--experts {spec.num_experts} cannot be shared by {size} ranks: give a multiple "
-                f"of {size}" + ("" if endless else f", or leave {size} out of --sizes")
-            )
-    return sizes
 
 
 def _need_all(options: StressOptions, sizes: tuple[int, ...], device: str | None) -> None:

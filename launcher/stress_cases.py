@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from launcher.ranks import Group
-from megamoe.errors import MegaMoeError
+from megamoe.errors import MegaMoeError, SpecError
 from megamoe.spec import EpConfig, MoESpec
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ __all__ = [
     "config_of",
     "folded",
     "loads_of",
+    "numbers",
     "possible",
     "pressure",
     "rows_of",
+    "sizes_of",
 ]
 
 ROUTINGS: Final = (
@@ -89,6 +91,36 @@ class StressOptions:
     replay: Path | None
     output: Path | None
     json: bool
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Reads ``1,2,4``.
+
+    Raises:
+        SpecError: it is not of that form.
+    """
+    parts = text.split(",")
+    if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        raise SpecError(f"{option} {text!r}: write numbers like 1,2,4")
+    return tuple(int(p) for p in parts)
+
+
+def sizes_of(text: str, num_ranks: int, spec: MoESpec, *, endless: bool) -> tuple[int, ...]:
+    """EP sizes that this group can show; a soak is of all its ranks.
+
+    Raises:
+        SpecError: there is none, or one does not divide the experts.
+    """
+    sizes = tuple(sorted({n for n in numbers("--sizes", text) if n <= num_ranks}))
+    if not sizes:
+        raise SpecError(f"--sizes {text!r}: all are above the {num_ranks} ranks of this group")
+    for size in (num_ranks,) if endless else sizes:
+        if spec.num_experts % size:
+            raise SpecError(
+                f"--experts {spec.num_experts} cannot be shared by {size} ranks: give a multiple "
+                f"of {size}" + ("" if endless else f", or leave {size} out of --sizes")
+            )
+    return sizes
 
 
 @dataclass(frozen=True)

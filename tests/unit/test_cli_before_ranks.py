@@ -45,6 +45,8 @@ BEFORE = [
     ("stress --replay none.pt", "replay: no file none.pt"),
     ("stress --timeout 0", "timeout_s = 0"),
     ("stress --calls 2 --soak 1", "--calls 2 and --soak 1 both say how long a soak is"),
+    ("stress --calls 9 --sizes 1 --replay x", "--sizes, --replay: used for cases, without --calls"),
+    ("stress --misses 1", "--misses: used in soaks, with --calls"),
     ("run --checkpoint none", "config.json"),
 ]
 
