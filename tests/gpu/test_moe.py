@@ -63,6 +63,40 @@ def test_many_rows_match_the_oracle_and_the_few_row_path(case):
         assert_bitwise(few, many, f"{case.name} block_m {block_m} against {BIG.block_m}")
 
 
+def test_many_tokens_for_few_units():
+    """Routes in several rounds of loads, more experts than a pass over them lists, and more tokens
+    of a warp than it looks at once when it combines."""
+    spec = MoESpec(hidden=384, inter=128, num_experts=40, topk=8, num_shared=1)
+    case = Case("many-tokens", spec, (1101, 40, 0, 75), "uniform+masked:0.2")
+    config = replace(LARGE, max_tokens=1101, num_workers=4)
+    for rank, (y, want) in enumerate(zip(run_case(case, config), case.expected(), strict=True)):
+        if want.shape[0]:
+            assert_matches_oracle(y, want, spec, f"{case.name} rank {rank}", bits(spec))
+
+
+def test_ids_may_begin_at_any_word():
+    """Routes are listed by loads of 16 bytes; ids may be a part of a tensor."""
+    case = Case("words", MoESpec(hidden=256, inter=128, num_experts=8, topk=3), (301,))
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+
+    def run(rendezvous):
+        outputs = []
+        with opened(case.spec, LARGE, rendezvous) as layer:
+            layer.load_weights(case.experts(0))
+            for first in range(4):
+                storage = torch.full((first + ids.numel(),), 7, dtype=torch.int32, device="cuda")
+                part = storage[first:].view(ids.shape)
+                part.copy_(ids)
+                assert part.data_ptr() % 16 == first * 4
+                outputs.append(layer.run(x, part, weight).cpu())
+        return outputs
+
+    [outputs], [want] = run_group(1, run), case.expected()
+    assert_matches_oracle(outputs[0], want, case.spec, case.name, bits(case.spec))
+    for first, y in enumerate(outputs):
+        assert_bitwise(y, outputs[0], f"from word {first}")
+
+
 @pytest.mark.parametrize("rows", [7, 16, 30, 45, 64, 77, 96, 97, 128, 129, 137, 144])
 def test_every_box_of_rows_gives_the_same_bits(rows):
     """One block of so many rows, each box of the few-row path and both of the other, against
