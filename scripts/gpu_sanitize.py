@@ -25,6 +25,7 @@ from tests.groups import run_group
 SPEC = MoESpec(hidden=256, inter=128, num_experts=8, topk=2, num_shared=1)
 BF16 = replace(SPEC, weight_dtype="bf16")
 CASES = {
+    "small": (Case("small", SPEC, (5,)), 16),  # the warps of a CTA share the columns of a token
     "few": (Case("few", SPEC, (13,), "uniform+masked:0.2"), 32),
     "many": (Case("many", replace(SPEC, num_experts=2, num_shared=0), (110,)), 128),
     "tail": (Case("tail", replace(SPEC, num_experts=2, num_shared=0), (137,)), 144),
@@ -73,7 +74,7 @@ def main() -> None:
         return
     need_hopper("gpu_sanitize")
     torch.zeros(1, device="cuda")
-    for name in sys.argv[1:] or ["few", "many", "tail", "minimum", "bf16"]:
+    for name in sys.argv[1:] or ["small", "few", "many", "tail", "minimum", "bf16"]:
         start = time.monotonic()
         run(*CASES[name])
         print(f"{name}: right, {time.monotonic() - start:.1f} s", flush=True)

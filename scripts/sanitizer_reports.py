@@ -18,12 +18,9 @@ from pathlib import Path
 EXPLAINED = (
     # Task slots: written by the feeder alone; given back by lane 0 of the math and publish warps.
     (
-        r"\bfeed_weights\(",
+        r"\bmoe::post\(|\bring_position\(",
         r"\b(announce|find_targets|math|few_rows|linear[12]_\w+|L2Rows)\W|^megamoe_moe$",
     ),
-    # Weights that a tail's tiles load into registers: TMA into a stage that lane 0 of each math
-    # warp has given back.
-    (r"\btma_load\(", r"\bload_matrices\("),
     # Scales: bulk copies into a slot that lane 0 of each math warp has given back.
     (r"\bbulk_load\(", r"\bload_shared2?\("),
     # Targets of rows: written by the publish warp's lanes, announced by its lane 0, and read until

@@ -22,8 +22,8 @@ SCALES = """\
 """  # noqa: E501
 TASKS = f"""\
 ========= Error: Race reported between Read access at megamoe::moe::math({P})+0x6330 in math.cuh:94
-=========     and Write access at megamoe::moe::feed_weights({P})+0x3fcc0 in feed.cuh:59 [8 hazards]
-========= Error: Race reported between Write access at megamoe::moe::feed_weights({P})+0x3fc30 in feed.cuh:57
+=========     and Write access at megamoe::moe::post({P}, const megamoe::Tile &)+0x3e250 in feed.cuh:86 [10 hazards]
+========= Error: Race reported between Write access at megamoe::ring_position(megamoe::RingPosition, unsigned int, unsigned int)+0x3ddd0 in protocol.hpp:81
 =========     and Read access at megamoe_moe+0xc750 [4 hazards]
 =========     and Read access at megamoe::moe::L2Rows::L2Rows(const megamoe::moe::MoEParams &, const megamoe::moe::Task &)+0x73e0 in linear1.cuh:38 [4 hazards]
 =========     and Read access at megamoe::moe::find_targets({P}, const megamoe::moe::Task &, unsigned int *(&)[4])+0x429d0 in publish.cuh:19 [4 hazards]
