@@ -10,9 +10,9 @@ namespace megamoe::moe {
 
 inline constexpr uint32_t kWarpColumns = 32 * 8;  // a lane takes 8 columns at a time
 
-// Chunks of kWarpColumns in a piece of a slot: as many as divide a slot, if more than half of the
-// most; else the last piece of a slot is shorter. Large pieces, because keeping the ring's books
-// takes longer than adding 2 KB.
+// Chunks of kWarpColumns in a piece of a slot: the largest number above half of the most that
+// divides the slot's; else all of a short slot, or the most, and the slot's last piece is shorter.
+// Large pieces, because keeping the ring's books takes longer than adding 2 KB.
 MEGAMOE_HD constexpr uint32_t piece_chunks(uint32_t most) {
     const uint32_t chunks = ceil_div(kHidden, kWarpColumns);
     for (uint32_t n = most; 2 * n > most; --n)
@@ -108,7 +108,7 @@ class SlotStream {
         slots = slots_of(k);
         return true;
     }
-    // The next piece: this lane's columns of each chunk.
+    // The next piece: this lane's columns of each chunk. Of columns beyond the slot, garbage.
     MEGAMOE_DEVICE void take(uint4 (&v)[kPieceChunks]) {
         while (!ptx::try_wait(full_[tail_.slot], tail_.phase)) {
         }
@@ -116,7 +116,7 @@ class SlotStream {
 #pragma unroll
         for (uint32_t c = 0; c < kPieceChunks; ++c)
             v[c] = ptx::load_shared4(from + c * kWarpColumns * 2);
-        __syncwarp();
+        __syncwarp();  // all lanes have read the piece: lane 0 may ask for another in its place
         tail_.advance();
         --pieces_;
         fill();

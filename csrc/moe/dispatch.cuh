@@ -31,7 +31,8 @@ class RouteLister {
 
   private:
     static constexpr uint32_t kWarps = kThreads / 32, kBatch = 2, kAhead = 4;
-    static constexpr uint32_t kWords = 4, kAtOnce = kAhead * 32 * kWords;  // ids of a load, a warp
+    // Ids that a load brings; that a warp looks at between two waits.
+    static constexpr uint32_t kWords = 4, kAtOnce = kAhead * 32 * kWords;
 
     // Experts first, first + gridDim.x, …
     MEGAMOE_DEVICE void list(uint32_t first) {

@@ -76,6 +76,7 @@ struct MathState {
 };
 
 struct SharedStorage {
+    // Stages. After the last tile, both together, the rings of combine_many.cuh.
     alignas(1024) uint8_t w[kStages][kTileN * kBlockBytes];
     alignas(1024) uint8_t x[kStages][kMaxBlockM * kBlockBytes];
     alignas(128) uint8_t pull[kPullBuffers][align_up(kPieceBytes, 128)];

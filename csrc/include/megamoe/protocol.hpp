@@ -45,7 +45,8 @@
 //                                                                     the last call's kernel is over
 //   8  combine rows         linear2, all units   combine on source    l2_empty acq-rel chain, then
 //                                                                     token_arrived release
-//                                                                     (system) / acquire
+//                                                                     (system) / acquire; GPU, many
+//                                                                     tokens: proxy as 4
 //   9  combine slot reuse   combine (reads)      peers' linear2 of    exit of the call, then
 //                                                the next call        counts_flag of the next call
 //  10  routes, recv_count   readers of call e    writers of call      two copies by epoch parity:
