@@ -28,31 +28,36 @@ MEGAMOE_DEVICE bool wait_stage(SharedStorage& s, const Cursor<kStages>& at, Trac
     return wait(s.stage_empty[at.slot], at.phase, s.call) && !stopped(s.call);
 }
 
-// Tiles of tickets. With waves of one block they are worked out; the walk takes microseconds to a
-// first tile, since it passes every expert, active or not.
+// Tiles of tickets. With waves of one block they are worked out, not walked to: a walk passes every
+// expert, active or not, which takes microseconds to a first tile.
 class Tiles {
   public:
     MEGAMOE_DEVICE Tiles(const MoEParams& p, SharedStorage& s)
-        : p_(p), s_(s), walks_(p.shape.wave_blocks > 1) {
-        if (walks_) new (s.tile_walk) Walk(p.shape, SharedRows{s.rows});
+        : p_(p), s_(s), walk_(p.shape, s.block_begin, kL1Tiles, kL2Tiles, s.walk) {
+        if (walks()) walk_.start();
     }
     // Tickets must not decrease.
     MEGAMOE_DEVICE Tile seek(uint32_t ticket) {
-        if (walks_) return reinterpret_cast<Walk*>(s_.tile_walk)->seek(ticket);
-        const Place at = place_of_ticket(ticket, s_.call.num_blocks, linear1_ahead(p_.shape),
-                                         kL1Tiles, kL2Tiles);
+        const Place at = walks() ? walk_.seek(ticket) : find(ticket);
         if (at.kind == TileKind::kDone) return {TileKind::kDone, 0, 0, 0, 0, 0};
-        const uint32_t found = expert_of(p_, s_.block_begin, at.block);
-        const uint32_t expert = expert_at(p_, found), block = at.block - s_.block_begin[found];
+        const uint32_t expert = expert_at(p_, at.expert);
+        const uint32_t block = at.block - s_.block_begin[at.expert];
         const ExpertBlocks blocks(p_.shape, s_.rows[expert]);
         return {at.kind, expert, at.block, blocks.begin(block), blocks.size(block), at.n};
     }
 
   private:
-    using Walk = TileWalk<SharedRows>;
+    MEGAMOE_DEVICE bool walks() const { return p_.shape.wave_blocks > 1; }
+    MEGAMOE_DEVICE Place find(uint32_t ticket) const {
+        Place at = place_of_ticket(ticket, s_.call.num_blocks, linear1_ahead(p_.shape), kL1Tiles,
+                                   kL2Tiles);
+        if (at.kind != TileKind::kDone) at.expert = expert_of(p_, s_.block_begin, at.block);
+        return at;
+    }
+
     const MoEParams& p_;
     SharedStorage& s_;
-    bool walks_;
+    PlaceWalk walk_;
 };
 
 // Counts tiles of weights through all experts of a matrix.
@@ -121,10 +126,12 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         const uint32_t post_at = min(post_ahead, num_blocks - 1);
         int32_t y = int32_t(weight_tile(tile) * num_blocks * kTileN);
         uint32_t ticket = 0;
-        bool posted = false;
 #pragma unroll 1
         for (uint32_t left = num_blocks; left-- > 0; y += kTileN) {
-            if (!wait_stage(s, at, kTraceStageW)) break;
+            if (!wait_stage(s, at, kTraceStageW)) {  // stopped: the stream ends
+                if (left >= post_at) more = post(p, s, tile, slot);
+                break;
+            }
             if (left == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
             ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
@@ -133,9 +140,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
             if (left != post_at) continue;
             tile = tiles.seek(ticket);
             more = post(p, s, tile, slot);
-            posted = true;
         }
-        if (!posted) more = post(p, s, tile, slot);  // stopped: the end
     }
     s.fills[0] = fills;
 }

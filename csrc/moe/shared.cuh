@@ -29,12 +29,6 @@ inline constexpr uint32_t kScaleFloats = scale_floats(kHidden) > scale_floats(kI
                                              ? scale_floats(kHidden)
                                              : scale_floats(kInter);
 
-// Local expert -> rows, for the walks of schedule.hpp.
-struct SharedRows {
-    const uint32_t* rows;
-    MEGAMOE_DEVICE uint32_t operator()(uint32_t expert) const { return rows[expert]; }
-};
-
 // A position in a ring of shared-memory slots.
 template <uint32_t kSlots>
 struct Cursor {
@@ -94,8 +88,7 @@ struct SharedStorage {
     uint2 scan[2][kThreads / 32];
     Task task[kTaskSlots];
     PullJob job[kPullJobs];
-    // Lives here because the role that walks has few registers.
-    alignas(8) uint8_t tile_walk[sizeof(TileWalk<SharedRows>)];
+    PlaceWalk::State walk;
     CallState call;
     uint32_t fills[2];  // stages filled by the weight and by the activation role
     // A stage is full when both its weights and its activations have arrived.

@@ -1,5 +1,5 @@
-// place_of_ticket (csrc/include/megamoe/schedule.hpp) beside TileWalk, which tests/protocol holds
-// to the rules: the same tile for every ticket of random calls with waves of one block. And both
+// PlaceWalk and place_of_ticket (csrc/include/megamoe/schedule.hpp) beside TileWalk, which
+// tests/protocol holds to the rules: the same tile for every ticket of random calls. And both
 // forms of ring_position (csrc/include/megamoe/protocol.hpp), also where turns wrap.
 #include <cstdio>
 #include <random>
@@ -17,20 +17,38 @@ struct Rows {
     uint32_t operator()(uint32_t expert) const { return of[expert]; }
 };
 
+uint32_t expert_at(const MoEShape& s, uint32_t order) {
+    return order < s.num_shared ? s.local_experts() + order : order - s.num_shared;
+}
+
+// Both forms that lead to places without a TileWalk; the closed one where waves are one block.
 bool same(const MoEShape& s, const std::vector<uint32_t>& rows, std::minstd_rand& random) {
+    std::vector<uint32_t> block_begin{0};
+    for (uint32_t i = 0; i < s.total_experts(); ++i)
+        block_begin.push_back(block_begin.back() + ExpertBlocks(s, rows[expert_at(s, i)]).count());
+    const uint32_t blocks = block_begin.back();
     TileWalk walk(s, Rows{rows.data()});
-    const uint32_t blocks = count_blocks(s, Rows{rows.data()});
+    PlaceWalk::State state;
+    PlaceWalk places(s, block_begin.data(), s.l1_tiles(), s.l2_tiles(), state);
+    places.start();
     for (uint32_t ticket = 0;; ticket += 1 + (random() % 4 == 0 ? random() % 5 : 0)) {
         const Tile want = walk.seek(ticket);
-        const Place have =
-            place_of_ticket(ticket, blocks, linear1_ahead(s), s.l1_tiles(), s.l2_tiles());
         const bool done = want.kind == TileKind::kDone;
-        if (have.kind != want.kind || (!done && (have.block != want.block || have.n != want.n))) {
+        const Place closed =
+            place_of_ticket(ticket, blocks, linear1_ahead(s), s.l1_tiles(), s.l2_tiles());
+        const Place walked = places.seek(ticket);
+        auto right = [&](const Place& have) {
+            return have.kind == want.kind &&
+                   (done || (have.block == want.block && have.n == want.n));
+        };
+        const bool expert = done || expert_at(s, walked.expert) == want.expert;
+        if (!right(walked) || !expert || (s.wave_blocks == 1 && !right(closed))) {
             std::printf(
-                "ticket %u of %u blocks, lag %u, ring %u: kind %u block %u n %u, want %u %u "
-                "%u\n",
-                ticket, blocks, s.l2_lag, s.ring_l2, uint32_t(have.kind), have.block, have.n,
-                uint32_t(want.kind), want.block, want.n);
+                "ticket %u of %u blocks, waves of %u, lag %u, ring %u: walked to kind %u block %u "
+                "n %u of the expert at %u, closed form %u %u %u, want %u %u %u of %u\n",
+                ticket, blocks, s.wave_blocks, s.l2_lag, s.ring_l2, uint32_t(walked.kind),
+                walked.block, walked.n, walked.expert, uint32_t(closed.kind), closed.block,
+                closed.n, uint32_t(want.kind), want.block, want.n, want.expert);
             return false;
         }
         if (done) return true;
@@ -54,7 +72,8 @@ int main() {
     auto below = [&](uint32_t n) { return uint32_t(random() >> 8) % n; };
     for (int call = 0; call < 20000; ++call) {
         MoEShape s{};
-        s.num_ranks = s.topk = s.wave_blocks = 1;
+        s.num_ranks = s.topk = 1;
+        s.wave_blocks = below(2) ? 1 : 1 + below(5);
         s.num_experts = 1 + below(12);
         s.num_shared = below(3);
         s.block_m = 8u << below(3);

@@ -37,6 +37,9 @@ def test_every_ticket_leads_where_the_walk_does(tmp_path):
         ("if (ahead > num_blocks) ahead = num_blocks;", ""),
         ("TileKind::kLinear1, ahead + turn, n - l2_tiles", "TileKind::kLinear1, ahead, n"),
         ("turns + ticket / l2_tiles", "ticket / l2_tiles"),
+        ("if (s_.wave2.begin == s_.wave1.begin) return false;", ""),
+        ("s_.wave1.begin >= s_.wave2.end", "s_.wave1.begin > s_.wave2.end"),
+        ("s_.wave1.end > s_.wave2.begin + shape_.ring_l2", "false"),
     ],
 )
 def test_a_wrong_form_is_found(tmp_path, part, instead):

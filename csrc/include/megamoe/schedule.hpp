@@ -244,6 +244,80 @@ struct Place {
     TileKind kind;
     uint32_t block;
     uint32_t n;
+    uint32_t expert;  // in the order of the walks
+};
+
+// TileWalk by a table of where each expert's blocks begin, in the order of the walks, with the
+// number of all blocks behind it: few steps from segment to segment, for a unit that has no time.
+// What it remembers may lie elsewhere, for a unit that has no registers.
+class PlaceWalk {
+  public:
+    // Blocks of one expert.
+    struct Blocks {
+        uint32_t expert, begin, end;
+        MEGAMOE_HD uint32_t count() const { return end - begin; }
+    };
+    struct State {
+        Blocks wave1, wave2;  // next of Linear 1, next of Linear 2; empty behind the last
+        Blocks segment;
+        TileKind kind;
+        uint32_t segment_begin, segment_end;
+    };
+
+    MEGAMOE_HD PlaceWalk(const MoEShape& shape, const uint32_t* block_begin, uint32_t l1_tiles,
+                         uint32_t l2_tiles, State& state)
+        : shape_(shape),
+          block_begin_(block_begin),
+          l1_tiles_(l1_tiles),
+          l2_tiles_(l2_tiles),
+          s_(state) {}
+
+    // First of all.
+    MEGAMOE_HD void start() {
+        s_ = State{};
+        advance(s_.wave1);
+        s_.wave2 = s_.wave1;
+    }
+    // Tickets must not decrease.
+    MEGAMOE_HD Place seek(uint32_t ticket) {
+        while (ticket >= s_.segment_end) {
+            if (s_.wave2.count() == 0) return {TileKind::kDone, 0, 0, 0};
+            next_segment();
+        }
+        const uint32_t i = ticket - s_.segment_begin, blocks = s_.segment.count();
+        return {s_.kind, s_.segment.begin + i % blocks, i / blocks, s_.segment.expert};
+    }
+
+  private:
+    MEGAMOE_HD void next_segment() {
+        const bool linear2 = linear2_next();
+        Blocks& wave = linear2 ? s_.wave2 : s_.wave1;
+        s_.kind = linear2 ? TileKind::kLinear2 : TileKind::kLinear1;
+        s_.segment = wave;
+        s_.segment_begin = s_.segment_end;
+        s_.segment_end += wave.count() * (linear2 ? l2_tiles_ : l1_tiles_);
+        advance(wave);
+    }
+    // As in TileWalk: blocks before wave1 have had their Linear 1.
+    MEGAMOE_HD bool linear2_next() const {
+        if (s_.wave1.count() == 0) return true;
+        if (s_.wave2.begin == s_.wave1.begin) return false;
+        return s_.wave1.end > s_.wave2.begin + shape_.ring_l2 ||
+               s_.wave1.begin >= s_.wave2.end + shape_.l2_lag;
+    }
+    MEGAMOE_HD void advance(Blocks& wave) const {
+        uint32_t expert = wave.expert;
+        const uint32_t begin = wave.end;
+        while (expert < shape_.total_experts() && block_begin_[expert + 1] == begin) ++expert;
+        const uint32_t left =
+            expert < shape_.total_experts() ? block_begin_[expert + 1] - begin : 0;
+        wave = {expert, begin, begin + (left < shape_.wave_blocks ? left : shape_.wave_blocks)};
+    }
+
+    const MoEShape& shape_;
+    const uint32_t* block_begin_;
+    uint32_t l1_tiles_, l2_tiles_;
+    State& s_;
 };
 
 // Linear 2 of a block comes when so many blocks have had their Linear 1, itself among them; for
