@@ -90,16 +90,7 @@ MEGAMOE_DEVICE bool post(const MoEParams& p, SharedStorage& s, const Tile& tile,
     task.l2 = l2_slot_of(p, s.call, tile.block);
     task.l2_is_free = tile.block < p.shape.ring_l2;
     s.call.trace.note_task(slot.slot, tile.block);
-    if constexpr (kFp8) {
-        const bool linear1 = tile.kind == TileKind::kLinear1;
-        const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
-        ptx::arrive_expect(full, floats * 4);
-        ptx::bulk_load(s.w_scale[slot.slot],
-                       (linear1 ? p.w1_scale : p.w2_scale) + weight_tile(tile) * floats, floats * 4,
-                       full);
-    } else {
-        ptx::arrive(full);
-    }
+    ptx::arrive(full);
     slot.advance();
     return true;
 }
@@ -120,7 +111,10 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     Tile tile = tiles.seek(blockIdx.x);
     bool more = post(p, s, tile, slot);
     while (more) {
-        const TensorMap& map = tile.kind == TileKind::kLinear1 ? p.w1 : p.w2;
+        const bool linear1 = tile.kind == TileKind::kLinear1;
+        const TensorMap& map = linear1 ? p.w1 : p.w2;
+        const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
+        const float* scales = (linear1 ? p.w1_scale : p.w2_scale) + weight_tile(tile) * floats;
         const uint32_t num_blocks = k_blocks(tile.kind);
         const uint32_t take_at = min(ticket_ahead, num_blocks - 1);
         const uint32_t post_at = min(post_ahead, num_blocks - 1);
@@ -133,8 +127,14 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
                 break;
             }
             if (left == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
-            ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes);
+            // The scales of the whole tile come with the first stage, not with the task, which
+            // activations wait for.
+            const uint32_t scale_bytes = kFp8 && left + 1 == num_blocks ? floats * 4 : 0;
+            ptx::arrive_expect(s.stage_full[at.slot], kTileN * kBlockBytes + scale_bytes);
             ptx::tma_load(s.w[at.slot], map, 0, y, s.stage_full[at.slot], ptx::kEvictNormal);
+            if (scale_bytes)
+                ptx::bulk_load(s.w_scale[(slot.slot + kTaskSlots - 1) % kTaskSlots], scales,
+                               scale_bytes, s.stage_full[at.slot]);
             ++fills;
             at.advance();
             if (left != post_at) continue;

@@ -66,12 +66,6 @@ MEGAMOE_DEVICE void mainloop_few(float (&acc)[2][N / 2], SharedStorage& s,
 
 #pragma unroll 1
     for (uint32_t g = 0; g < num_groups; ++g) {
-        float w0 = 1.f, w1 = 1.f;
-        if constexpr (kFp8) {
-            const float2 w = ptx::load_shared2(scales + g * 8);
-            w0 = !linear1 && warpgroup ? w.y : w.x;
-            w1 = linear1 ? w.y : w0;
-        }
         const uint32_t first = at.slot;
         {
             TraceSpan span(s.call.trace, g == 0 ? kTraceTask : kTraceMath, threadIdx.x == 0);
@@ -79,6 +73,12 @@ MEGAMOE_DEVICE void mainloop_few(float (&acc)[2][N / 2], SharedStorage& s,
         }
         issue(part[0], first, 0, false);
         issue(part[1], first, 1, false);
+        float w0 = 1.f, w1 = 1.f;
+        if constexpr (kFp8) {
+            const float2 w = ptx::load_shared2(scales + g * 8);
+            w0 = !linear1 && warpgroup ? w.y : w.x;
+            w1 = linear1 ? w.y : w0;
+        }
         if constexpr (!kFp8) {
             at.advance();
             wait_or_stop(s.stage_full[at.slot], at.phase, s.call);
