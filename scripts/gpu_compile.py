@@ -18,6 +18,7 @@ SHAPES: list[tuple[int, int, WeightDtype]] = [
     (128, 128, "fp8"),
     (384, 128, "fp8"),
     (256, 256, "fp8"),  # stress
+    (2176, 128, "fp8"),
     (256, 128, "bf16"),
     (512, 384, "bf16"),
 ]

@@ -58,7 +58,7 @@ MEGAMOE_DEVICE uint32_t routes_of(const MoEParams& p, uint32_t token) {
         for (uint32_t i = 0; i < kAtOnce; ++i)
             id[i] = j0 + i < p.shape.topk ? __ldg(ids + j0 + i) : -1;
 #pragma unroll
-        for (uint32_t i = 0; i < kAtOnce; ++i) routes |= uint32_t(id[i] >= 0) << (j0 + i) % 32;
+        for (uint32_t i = 0; i < kAtOnce; ++i) routes |= uint32_t(id[i] >= 0) << (j0 + i);
     }
     return routes;
 }
@@ -215,7 +215,7 @@ MEGAMOE_DEVICE void combine_many(const MoEParams& p, SharedStorage& s) {
     // No tile of this CTA reads stages any more, nor is anything on its way into them, unless the
     // call is given up: then y is void.
     ptx::named_barrier<kMathThreads>(kMathBarrier);
-    if (stopped(s.call)) return;
+    if (ptx::from_lane_0(stopped(s.call))) return;
     const uint32_t lane = ptx::lane(), warp = threadIdx.x / 32, topk = p.shape.topk;
     const uint32_t stride = kMathWarps * gridDim.x;
     SlotStream stream(p, s, warp);

@@ -38,7 +38,7 @@ class MainloopTail {
         uint32_t fill = at.phase * kStages + at.slot;
         // Of a group of 128 of K: a stage of FP8 or two of BF16.
         const uint32_t end = w_scale_ + (linear1_ ? kKBlocks1 : kKBlocks2) / kPerGroup * 8;
-        await(fill);
+        await(fill, kTraceTask);
 #pragma unroll 1
         while (true) {
             const uint32_t first = fill % kStages;
@@ -60,8 +60,8 @@ class MainloopTail {
     static constexpr uint32_t kPerGroup = kFp8 ? 1 : 2;
     static constexpr uint32_t kXStage = kMaxBlockM * kBlockBytes, kWStage = kTileN * kBlockBytes;
 
-    MEGAMOE_DEVICE void await(uint32_t fill) {
-        TraceSpan span(s_.call.trace, kTraceMath, threadIdx.x == 0);
+    MEGAMOE_DEVICE void await(uint32_t fill, TraceSlot slot = kTraceMath) {
+        TraceSpan span(s_.call.trace, slot, threadIdx.x == 0);
         wait_or_stop(s_.stage_full[fill % kStages], fill / kStages % 2, s_.call);
     }
     // The 128 rows against 128 weight rows.

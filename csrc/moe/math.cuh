@@ -30,7 +30,8 @@ MEGAMOE_DEVICE bool wait_targets(SharedStorage& s) {
     const uint32_t phase = math_state(s).rows_phase;
     __syncwarp();
     math_state(s).rows_phase = phase ^ 1;
-    return wait(s.rows_ready, phase, s.call);
+    const bool ok = wait(s.rows_ready, phase, s.call) && !stopped(s.call);  // old ones, after a stop
+    return ptx::from_lane_0(ok);
 }
 
 // Begin or end of the event of this task's tile, or of its epilogue. One thread's.

@@ -74,6 +74,14 @@ def test_many_tokens_for_few_units():
             assert_matches_oracle(y, want, spec, f"{case.name} rank {rank}", bits(spec))
 
 
+def test_slots_of_several_pieces_and_as_many_as_there_may_be():
+    """A row that no piece divides, 32 routes and 8 shared experts of a token, some routes masked."""
+    spec = MoESpec(hidden=2176, inter=128, num_experts=40, topk=32, num_shared=8)
+    case = Case("pieces", spec, (101,), "uniform+masked:0.2")
+    [y], [want] = run_case(case, replace(LARGE, num_workers=4)), case.expected()
+    assert_matches_oracle(y, want, spec, case.name, bits(spec))
+
+
 def test_ids_may_begin_at_any_word():
     """Routes are listed by loads of 16 bytes; ids may be a part of a tensor."""
     case = Case("words", MoESpec(hidden=256, inter=128, num_experts=8, topk=3), (301,))
