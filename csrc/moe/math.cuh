@@ -25,12 +25,12 @@ MEGAMOE_DEVICE bool is_linear1(SharedStorage& s) {
     return __shfl_sync(~0u, uint32_t(s.task[task_slot(s)].kind), 0) == uint32_t(TileKind::kLinear1);
 }
 
-// False if the rows' targets never come: the CTA gives up.
+// False if the rows' targets never come: the CTA gives up, and old targets are there.
 MEGAMOE_DEVICE bool wait_targets(SharedStorage& s) {
     const uint32_t phase = math_state(s).rows_phase;
     __syncwarp();
     math_state(s).rows_phase = phase ^ 1;
-    const bool ok = wait(s.rows_ready, phase, s.call) && !stopped(s.call);  // old ones, after a stop
+    const bool ok = wait(s.rows_ready, phase, s.call) && !stopped(s.call);
     return ptx::from_lane_0(ok);
 }
 

@@ -75,7 +75,7 @@ def test_many_tokens_for_few_units():
 
 
 def test_slots_of_several_pieces_and_as_many_as_there_may_be():
-    """A row that no piece divides, 32 routes and 8 shared experts of a token, some routes masked."""
+    """A row that no piece divides, 32 routes and 8 shared experts of a token, some masked."""
     spec = MoESpec(hidden=2176, inter=128, num_experts=40, topk=32, num_shared=8)
     case = Case("pieces", spec, (101,), "uniform+masked:0.2")
     [y], [want] = run_case(case, replace(LARGE, num_workers=4)), case.expected()

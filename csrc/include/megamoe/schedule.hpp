@@ -244,7 +244,7 @@ struct Place {
     TileKind kind;
     uint32_t block;
     uint32_t n;
-    uint32_t expert;  // in the order of the walks
+    uint32_t expert = 0;  // in the order of the walks; place_of_ticket leaves it open
 };
 
 // TileWalk by a table of where each expert's blocks begin, in the order of the walks, with the
