@@ -63,17 +63,6 @@ MEGAMOE_DEVICE bool try_wait(uint64_t& bar, uint32_t parity) {
         : "memory");
     return done;
 }
-// Looks once.
-MEGAMOE_DEVICE bool test_wait(uint64_t& bar, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
-        "p; }"
-        : "=r"(done)
-        : "r"(shared_address(&bar)), "r"(parity)
-        : "memory");
-    return done;
-}
 template <int kThreads>
 MEGAMOE_DEVICE void named_barrier(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import pytest
 
 STAGES, TASK_SLOTS, MATH_WARPS = 4, 4, 3  # kStages, kTaskSlots of csrc/moe/shared.cuh
-POST_AHEAD = (0, 2)  # late, and kEarlyPostAhead, of csrc/moe/feed.cuh
 
 
 class Barrier:
@@ -39,7 +38,6 @@ class Cta:
     """Barriers of SharedStorage, and what has been announced."""
 
     tasks: list[tuple[bool, int]]  # (Linear 2?, blocks of K)
-    post_ahead: int = 0
     shared_tile_barrier: bool = False  # as it once was
     stage_full: list[Barrier] = field(default_factory=lambda: [Barrier(2) for _ in range(STAGES)])
     stage_empty: list[Barrier] = field(
@@ -67,25 +65,19 @@ Steps = Iterator[tuple[Barrier, int] | None]
 """What a role yields: a wait, or None for time that passes."""
 
 
-def post(cta: Cta, i: int) -> Steps:
-    """Task i, or after the last one the end."""
-    slot, use = i % TASK_SLOTS, i // TASK_SLOTS
-    yield cta.task_empty[slot], (use + 1) % 2
-    cta.posted[slot] = i if i < len(cta.tasks) else None
-    cta.task_full[slot].arrive()
-
-
 def feed_weights(cta: Cta) -> Steps:
     stage = 0
-    yield from post(cta, 0)
-    for i, (_, blocks) in enumerate(cta.tasks):
-        for left in reversed(range(blocks)):
+    for i in range(len(cta.tasks) + 1):
+        slot, use = i % TASK_SLOTS, i // TASK_SLOTS
+        yield cta.task_empty[slot], (use + 1) % 2
+        done = i == len(cta.tasks)
+        cta.posted[slot] = None if done else i
+        cta.task_full[slot].arrive()
+        for _ in range(0 if done else cta.tasks[i][1]):
             yield cta.stage_empty[stage % STAGES], (stage // STAGES + 1) % 2
             yield None
             cta.stage_full[stage % STAGES].arrive()
             stage += 1
-            if left == min(cta.post_ahead, blocks - 1):
-                yield from post(cta, i + 1)
 
 
 def feed_activations(cta: Cta) -> Steps:
@@ -166,7 +158,7 @@ def run(cta: Cta, rng: random.Random) -> bool:
 
 def make(rng: random.Random, **more: bool) -> Cta:
     tasks = [(rng.random() < 0.5, rng.randint(1, 6)) for _ in range(rng.randint(1, 25))]
-    return Cta(tasks, rng.choice(POST_AHEAD), **more)
+    return Cta(tasks, **more)
 
 
 @pytest.mark.parametrize("seed", range(8))
