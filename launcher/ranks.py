@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import typer
 
 from launcher.console import EXIT_ERROR, errors_to_exit, explained, stderr
+from launcher.endings import end_as_rank
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class RankFailed(MegaMoeError):
 
     Attributes:
         printed_elsewhere: this rank need not print it.
-        hint: what to do about the first rank's error, where that is known.
+        hint: what to do about the first rank's error.
     """
 
     def __init__(self, message: str, *, printed_elsewhere: bool, hint: str | None = None) -> None:
@@ -252,6 +253,7 @@ def run_in_group(
             if ranks not in (None, size):
                 raise SpecError(f"--ranks {ranks}, but torchrun started {size}: leave --ranks out")
             with process_group(size, backend) as group:
+                end_as_rank()
                 code = on_rank(group)
         raise typer.Exit(code)
     num_ranks = ranks or default_ranks
@@ -300,8 +302,7 @@ def torchrun(
 
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_ranks)))
     if not debug:
-        # Ranks say themselves what went wrong; torchrun's account of it would bury that. Its
-        # modules have loggers of their own levels.
+        # Ranks say what went wrong; torchrun's account, by loggers of own levels, would bury it.
         for name in list(logging.root.manager.loggerDict):
             if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -309,12 +310,11 @@ def torchrun(
     try:
         main([*start, "--max-restarts", str(max_restarts), "-m", module, *argv])
     except ChildFailedError as failed:
-        code = failed.get_first_failure()[1].exitcode
-        if code < 0:
-            rank = failed.get_first_failure()[0]
-            sys.stderr.write(f"error: rank {rank} was ended by signal {-code}\n")
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            sys.stderr.write(f"error: rank {rank} was ended by signal {-failure.exitcode}\n")
             return EXIT_ERROR
-        return code
+        return failure.exitcode
     except SignalException as told:  # torchrun has ended the ranks
         return 128 + told.sigval
     return 0

@@ -1,4 +1,4 @@
-"""Ctrl-C: ranks inside a call, whose peers may have ended already, do not keep the command."""
+"""Ctrl-C and SIGKILL: ranks inside a call do not keep the command, nor outlive it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,62 @@ def test_a_rank_that_waits_inside_a_call_does_not_keep_the_command(more, tmp_pat
     assert code == 128 + signal.SIGINT, said.read_text()
     assert "Fatal" not in said.read_text()
     assert "Traceback" not in said.read_text()
+
+
+def _ranks(started, argv):
+    """Processes of that command line that ``started`` has begun."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == started and argv in (entry / "cmdline").read_text().split("\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _runs(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def _within(seconds, holds):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_ranks_end_with_the_command_and_say_nothing(how, tmp_path):
+    """Interrupted, while the ranks import; killed, while they work."""
+    said, out = tmp_path / "stderr", tmp_path / "stress.json"
+    args = ["-m", "launcher.stress", "--ranks", "2", "--soak", "50", *SMALL, "--output", str(out)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    with said.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *args, "--rounds", "100"],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
+        )
+    ranks = []
+    try:
+        assert _within(60, lambda: len(_ranks(process.pid, str(out))) == 2), said.read_text()
+        ranks = _ranks(process.pid, str(out))
+        if how == signal.SIGKILL:
+            assert _within(60, out.exists), said.read_text()
+        else:
+            time.sleep(0.2)  # of a second or more
+        process.send_signal(how)
+        process.wait(LIMIT_S)
+        assert _within(LIMIT_S, lambda: not any(map(_runs, ranks)))
+    finally:
+        for pid in filter(_runs, (process.pid, *ranks)):
+            os.kill(pid, signal.SIGKILL)
+    assert "Traceback" not in said.read_text()
+    assert "Error" not in said.read_text()
