@@ -121,7 +121,8 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     calls: Annotated[int, typer.Option(min=1, help="Timed calls in a turn.")] = 10,
     turn_s: Annotated[
-        float, typer.Option("--turn-seconds", help="A turn ends early after so many seconds.")
+        float,
+        typer.Option("--turn-seconds", min=0, help="A turn ends early after so many seconds."),
     ] = 10.0,
     sample: Annotated[
         int, typer.Option(min=1, help="Tokens per rank that are compared with the oracle.")
@@ -207,7 +208,7 @@ def _share(model: str, ranks: int, num_ranks: int) -> int:
     """Experts of ``num_ranks`` ranks that hold what they would in a group of ``ranks``."""
     experts = published_layer(model).num_experts
     if experts % ranks:
-        raise SpecError(f"--share-of {ranks}: {model} has {experts} experts")
+        raise SpecError(f"--share-of {ranks}: must divide the {experts} experts of {model}")
     if ranks < num_ranks:
         raise SpecError(
             f"--share-of {ranks}: this group has {num_ranks} ranks already; give more than that, "

@@ -23,6 +23,8 @@ __all__ = ["WRITTEN", "Command", "add", "given", "need_writable", "refuse_void"]
 WRITTEN: Final = frozenset({"output", "svg", "trace", "report", "folder", "workdir"})
 """Parameters that name files or folders to be written; other paths are read."""
 
+_FOLDERS: Final = frozenset({"report", "folder", "workdir"})
+
 
 class Command(TyperCommand):
     """A command whose options are checked for what no option's type says."""
@@ -40,28 +42,35 @@ class Command(TyperCommand):
                     if isinstance(one, float) and not math.isfinite(one):
                         raise SpecError(f"{parameter.opts[0]} {one}: must be a finite number")
                     if name in WRITTEN and isinstance(one, Path):
-                        need_writable(parameter.opts[0], one)
+                        need_writable(parameter.opts[0], one, folder=name in _FOLDERS)
         return super().invoke(ctx)
 
 
-def need_writable(option: str, path: Path) -> None:
+def need_writable(option: str, path: Path, *, folder: bool = False) -> None:
     """Tries whether a file, or a folder with files, could be written; leaves nothing behind.
+
+    Args:
+        option: what messages call it.
+        path: of the file or folder.
+        folder: it is a folder.
 
     Raises:
         SpecError: it could not; says why.
     """
     try:
+        if folder and path.exists() and not path.is_dir():
+            raise NotADirectoryError("it is a file, and a folder is wanted")
         if path.is_file():
             with path.open("ab"):
                 return
         if path.exists() and not path.is_dir():
             return  # /dev/stdout and the like
-        if path.is_dir() and option not in ("--report", "--workdir", "folder"):
+        if path.is_dir() and not folder:
             raise IsADirectoryError("it is a folder, and a file is to be written")
-        folder = path
-        while not folder.exists():
-            folder = folder.parent
-        with tempfile.TemporaryFile(dir=folder):
+        there = path
+        while not there.exists():
+            there = there.parent
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         reason = error.strerror or str(error)

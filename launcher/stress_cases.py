@@ -94,7 +94,7 @@ class StressOptions:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Reads ``1,2,4``.
+    """Reads ``1,2,4``; what is there twice counts once.
 
     Raises:
         SpecError: it is not of that form.
@@ -102,7 +102,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
         raise SpecError(f"{option} {text!r}: write numbers like 1,2,4")
-    return tuple(int(p) for p in parts)
+    return tuple(dict.fromkeys(int(p) for p in parts))
 
 
 def sizes_of(text: str, num_ranks: int, spec: MoESpec, *, endless: bool) -> tuple[int, ...]:

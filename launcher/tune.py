@@ -100,7 +100,7 @@ def command(
         )
         need_cases(found.spec, found.config(num_ranks), [(str(max_tokens), routing)], seed, device)
         if keep:
-            need_writable("cache folder (MEGAMOE_CACHE)", cache_dir() / "any")
+            need_writable("cache folder (MEGAMOE_CACHE)", cache_dir(), folder=True)
         return found
 
     run_in_group(

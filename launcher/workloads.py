@@ -153,13 +153,19 @@ def _read_recording(path: str, spec: MoESpec) -> Tensor:
     file = Path(path)
     if not file.is_file():
         raise SpecError(f"replay: no file {path}")
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        tensors = load_file(file)
-        found = tensors.get("topk_idx", tensors.get("load"))
-    else:
-        found = torch.load(file, weights_only=True)
+            tensors = load_file(file)
+            found = tensors.get("topk_idx", tensors.get("load"))
+        else:
+            found = torch.load(file, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # both readers raise many kinds
+        kind = "safetensors" if file.suffix == ".safetensors" else "torch.save"
+        raise SpecError(f"replay: {path} is no file of {kind} that can be read") from error
     if not isinstance(found, Tensor):
         raise SpecError(f"replay: {path} holds neither topk_idx [N, K] nor load [E]")
     if found.dim() == 1 and found.shape[0] == spec.num_experts:

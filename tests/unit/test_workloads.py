@@ -162,6 +162,10 @@ def test_bad_replays(tmp_path):
         replay(torch.ones(7))
     with pytest.raises(SpecError, match="beyond 31"):
         replay(torch.full((3, 4), 32))
+    for name in ("text.pt", "text.safetensors", "empty.pt"):
+        (tmp_path / name).write_text("no tensors" * name.startswith("text"))
+        with pytest.raises(SpecError, match=f"{name} is no file of .* that can be read"):
+            route(f"replay:{tmp_path}/{name}", SPEC, RANKS, 0, 5, seed=1)
 
 
 @pytest.mark.parametrize(
