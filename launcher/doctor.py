@@ -225,7 +225,8 @@ def _nvrtc() -> Finding:
 
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        return Finding("cuda", "NVRTC", "absent", f"{error}: pip install 'megamoe[nvrtc]'")
+        lacks = " ".join(str(error).split())  # of several lines
+        return Finding("cuda", "NVRTC", "absent", f"{lacks}: pip install 'megamoe[nvrtc]'")
     return Finding("cuda", "NVRTC", "ok", f"{major}.{minor}; --compile tries it")
 
 
