@@ -91,36 +91,49 @@ def parse_routing(text: str) -> Routing:
     """Reads a routing as written on a command line.
 
     Raises:
-        SpecError: an unknown name or a parameter out of its range.
+        SpecError: an unknown name, a parameter out of its range, or a part that another would
+            override.
     """
     base, parameter, path = None, None, None
-    shares = dict.fromkeys(MODIFIERS, 0.0)
+    shares: dict[str, float] = {}
     for part in text.split("+"):
-        name, _, value = part.partition(":")
+        name, colon, value = part.partition(":")
         if name in MODIFIERS:
-            shares[name] = _number(text, part, value, MODIFIERS[name], most=1.0)
-        elif name == "replay":
-            base, path = name, value
-            if not value:
-                raise SpecError(f"routing {text!r}: write replay:FILE (ids [N, K] or loads [E])")
-        elif name in BASES and base is None:
+            if name in shares:
+                raise SpecError(f"routing {text!r}: {name} is given twice: keep one of them")
+            shares[name] = _number(text, part, MODIFIERS[name], most=1.0)
+        elif name in BASES:
+            if base is not None:
+                raise SpecError(
+                    f"routing {text!r}: {base} and {name} are two bases, and a routing has one: "
+                    f"keep one of them; only {' and '.join(MODIFIERS)} go with it"
+                )
             base, default = name, BASES[name]
-            if default is None and value:
-                raise SpecError(f"routing {text!r}: {name} takes no parameter")
-            if default is not None:
+            if name == "replay":
+                path = value
+                if not value:
+                    raise SpecError(
+                        f"routing {text!r}: write replay:FILE (ids [N, K] or loads [E])"
+                    )
+            elif default is not None:
                 most = 1.0 if name.startswith("hot") else 10.0
-                parameter = _number(text, part, value, default, most=most)
+                parameter = _number(text, part, default, most=most)
+            elif colon:
+                raise SpecError(f"routing {text!r}: {name} takes no parameter")
         else:
             raise SpecError(
                 f"routing {text!r}: {name!r} is not one base of {', '.join(BASES)}, "
                 f"nor a modifier of {', '.join(MODIFIERS)}"
             )
-    return Routing(base or "uniform", parameter, path, shares["masked"], shares["duplicates"])
+    masked, duplicates = shares.get("masked", 0.0), shares.get("duplicates", 0.0)
+    return Routing(base or "uniform", parameter, path, masked, duplicates)
 
 
-def _number(text: str, part: str, value: str, default: float, most: float) -> float:
+def _number(text: str, part: str, default: float, most: float) -> float:
+    """What follows the colon; the default where there is no colon."""
+    _, colon, value = part.partition(":")
     try:
-        number = float(value) if value else default
+        number = float(value) if colon else default
     except ValueError:
         number = -1.0
     if not 0 <= number <= most:
