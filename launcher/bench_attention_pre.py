@@ -29,6 +29,7 @@ from launcher.attention_rows import (
     time_graph,
 )
 from launcher.attention_trace import chrome_trace, stage_table, timeline_svg
+from launcher.results import write_whole
 from launcher.script import need_hopper, run_script
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import EncodedPlan, encode, instruction_format
@@ -303,7 +304,7 @@ def measure(options: Options, output: Path | None, *, quiet: bool = False) -> Me
 
     def show(row: Row) -> None:
         if output:
-            output.write_text(json.dumps({"meta": meta} | m.results(), indent=1) + "\n")
+            write_whole(output, json.dumps({"meta": meta} | m.results(), indent=1) + "\n")
         if not quiet:
             print("| " + " | ".join(f"{k} {v}" for k, v in row.items()) + " |", flush=True)
 
@@ -315,7 +316,7 @@ def measure(options: Options, output: Path | None, *, quiet: bool = False) -> Me
 def add_rows(output: Path, rows: Sequence[Row]) -> None:
     """Replaces the rows of a results file."""
     held = json.loads(output.read_text())
-    output.write_text(json.dumps(held | {"rows": list(rows)}, indent=1) + "\n")
+    write_whole(output, json.dumps(held | {"rows": list(rows)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

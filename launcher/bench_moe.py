@@ -39,6 +39,7 @@ from launcher.console import (
 from launcher.models import published_layer
 from launcher.moe_tables import print_cpu, print_gpu
 from launcher.ranks import Group, run_in_group, sampler_of
+from launcher.results import write_whole
 from megamoe.errors import SpecError
 from megamoe.spec import MODELS
 
@@ -321,15 +322,8 @@ def _version(package: str) -> str | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """In one step, so that a reader never sees half of it; not in the place of a device."""
     make_folder_for(path)
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        return
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(json.dumps(found, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from launcher.attention_rows import (
     time_replays,
 )
 from launcher.console import make_folder_for
+from launcher.results import write_whole
 from megamoe.attention_pre.data import random_caches, random_inputs
 from megamoe.attention_pre.encode import encode
 from megamoe.attention_pre.graphs import attention_pre_graph
@@ -250,4 +251,4 @@ def merge_rows(path: Path, rows: Sequence[Row], meta: Mapping[str, Any]) -> None
     held["meta"]["cmp"] = dict(meta)
     held["rows"] = [*kept, *rows]
     make_folder_for(path)
-    path.write_text(json.dumps(held, indent=1) + "\n")
+    write_whole(path, json.dumps(held, indent=1) + "\n")

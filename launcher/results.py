@@ -1,15 +1,19 @@
-"""Reading JSON that a user names: what is wrong with a file is said, whatever it holds."""
+"""Result files: reading JSON that a user names, and writing so that no file is ever half there.
+
+What is wrong with a file that is read is said, whatever it holds.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megamoe.errors import SpecError
 
-__all__ = ["kind_of", "read_json", "read_results", "rows_of_gpus"]
+__all__ = ["kind_of", "read_json", "read_results", "rows_of_gpus", "write_whole"]
 
 
 def read_json(path: Path) -> Any:
@@ -78,3 +82,26 @@ def rows_of_gpus(path: Path) -> list[dict[str, Any]]:
     if meta.get("backend") == "cpu" or ("gpu" in meta and meta["gpu"] is None):
         raise SpecError(f"--against {path} was measured on CPU ranks: {wanted}")
     return rows
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file in one step: a reader, or a run that is killed, never leaves half of it.
+
+    A link stays one, and what it points to is written. Devices, pipes, and files in a folder that
+    takes no new ones are written in their place.
+
+    Args:
+        path: of the file; its folder is there.
+        text: all that it shall hold.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = path.resolve()  # of a pipe's link in /proc, no path at all
+    in_place = path.exists() and not path.is_file()
+    if in_place or not os.access(whole.parent, os.W_OK):
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = whole.with_suffix(whole.suffix + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(whole)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.console import make_folder_for
-from launcher.results import read_json
+from launcher.results import read_json, write_whole
 from launcher.stress_cases import StressOptions
 from megamoe.errors import SpecError
 
@@ -29,7 +29,7 @@ def write_results(path: Path, result: dict[str, Any]) -> None:
     rest = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1, default=str)
     body = f' "rows": [\n{rows}\n ]' if rows else ' "rows": []'
     comma = ",\n" if rest != "{}" else "\n"
-    path.write_text(rest.removesuffix("}").rstrip("\n") + comma + body + "\n}\n")
+    write_whole(path, rest.removesuffix("}").rstrip("\n") + comma + body + "\n}\n")
 
 
 def save_cases(

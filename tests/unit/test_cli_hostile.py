@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from launcher import bench_moe, console
-from launcher.checked import WRITTEN, need_writable
+from launcher.checked import WRITTEN
 from launcher.cli import app
 from launcher.serving.source import AttentionSource
 from megamoe.errors import CapacityError, SpecError
@@ -130,16 +130,6 @@ def test_folders_that_are_missing_are_made(tmp_path, monkeypatch):
     found = CliRunner().invoke(app, ["trace", "moe", *options])
     assert found.exit_code == 0, found.output
     assert all(path.stat().st_size for path in files)
-
-
-def test_results_go_where_a_link_points_to(tmp_path):
-    (tmp_path / "device").symlink_to("/dev/null")
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    for name in ("device", "link"):
-        need_writable("--output", tmp_path / name)
-        bench_moe._write(tmp_path / name, {"rows": []})
-        assert (tmp_path / name).is_symlink()
-    assert json.loads((tmp_path / "file").read_text()) == {"rows": []}
 
 
 def test_a_damaged_file_is_not_found_out_after_the_measuring(tmp_path):
