@@ -19,6 +19,14 @@ MEGAMOE_DEVICE uint32_t thread_anew() {
     return thread;
 }
 
+// One lane of a converged warp, the same every time. The compiler knows that it is one, and issues
+// bulk copies without a loop over lanes.
+MEGAMOE_DEVICE bool elect() {
+    uint32_t one;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(one)::"memory");
+    return one;
+}
 // Lane 0's value in every lane, and what lane 0 has acquired with it: a shuffle alone moves a value
 // and orders no memory.
 MEGAMOE_DEVICE uint32_t from_lane_0(uint32_t value) {
@@ -127,7 +135,16 @@ MEGAMOE_DEVICE void add_release_gpu(uint32_t* p, uint32_t v) {
 MEGAMOE_DEVICE void add_relaxed_sys(uint32_t* p, uint32_t v) {
     asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// Returns the value before the addition.
+// These return the value before the addition. The first is for one lane of a warp: the compiler's
+// own gathers lanes, and waits for the answer to do so.
+MEGAMOE_DEVICE uint32_t fetch_add_relaxed_gpu(uint32_t* word, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(word), "r"(value)
+                 : "memory");
+    return before;
+}
 MEGAMOE_DEVICE uint32_t fetch_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
     uint32_t old;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"

@@ -92,9 +92,11 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     Cursor<kTaskSlots> slot;
     at.phase = slot.phase = 1;  // free at first
     uint32_t fills = 0;
-    uint32_t ticket = blockIdx.x;  // the first is dealt, and its weights wait for no answer
+    // The first tickets are dealt, and their weights wait for no answer; others are drawn. What is
+    // drawn is not touched before it is needed: whoever did would wait for it.
+    uint32_t drawn = blockIdx.x - gridDim.x;
     while (true) {
-        const Tile tile = tiles.seek(ticket);
+        const Tile tile = tiles.seek(gridDim.x + drawn);
         if (!post(p, s, tile, slot)) break;
         const bool linear1 = tile.kind == TileKind::kLinear1;
         const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
@@ -108,7 +110,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
-            if (kb == take_at) ticket = gridDim.x + atomicAdd(tickets, 1);
+            if (kb == take_at) drawn = ptx::fetch_add_relaxed_gpu(tickets, 1);
             // The scales of the whole tile come with its first stage: a task that brought them
             // would keep activations waiting.
             uint64_t& full = s.stage_full[at.slot];

@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     if (warp >= kMathWarps) {
         ptx::shrink_registers<kOtherRegisters>();
         if (go) {
-            if (warp == 8 && ptx::lane() == 0) feed_weights(p, s);
-            if (warp == 9 && ptx::lane() == 0) feed_activations(p, s);
+            if (warp == 8 && ptx::elect()) feed_weights(p, s);
+            if (warp == 9 && ptx::elect()) feed_activations(p, s);
             if (warp == 10) publish_tiles(p, s);
             if (warp == 11) Puller(p, s).run();
         }
