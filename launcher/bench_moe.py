@@ -147,6 +147,8 @@ def command(
 
         void = {"--model": model, "--tokens": tokens, "--routing": routing}
         given = [name for name, value in void.items() if value]
+        if suite is not None and suite not in SUITES:
+            raise SpecError(f"--suite {suite}: must be one of {', '.join(SUITES)}")
         if suite and given:
             raise SpecError(f"--suite {suite} has cases of its own: leave {', '.join(given)} out")
         if share_of and experts:
@@ -200,14 +202,13 @@ def _cases(
     """Models, and cases of (tokens, routing) of each."""
     if suite is None:
         return [(model, [(t, r) for t in tokens for r in routing])]
-    if suite not in SUITES:
-        raise SpecError(f"--suite {suite}: must be one of {', '.join(SUITES)}")
     return SUITES[suite]
 
 
 def _share(model: str, ranks: int, num_ranks: int) -> int:
     """Experts of ``num_ranks`` ranks that hold what they would in a group of ``ranks``."""
-    experts = published_layer(model).num_experts
+    spec = published_layer(model)
+    experts = spec.num_experts
     if experts % ranks:
         raise SpecError(f"--share-of {ranks}: must divide the {experts} experts of {model}")
     if ranks < num_ranks:
@@ -215,7 +216,13 @@ def _share(model: str, ranks: int, num_ranks: int) -> int:
             f"--share-of {ranks}: this group has {num_ranks} ranks already; give more than that, "
             "or leave it out"
         )
-    return experts // ranks * num_ranks
+    held = experts // ranks * num_ranks
+    if held < spec.topk:
+        raise SpecError(
+            f"--share-of {ranks}: leaves {held} experts of {model}, which routes a token to "
+            f"{spec.topk}; give less"
+        )
+    return held
 
 
 def _against(names: list[str] | None, device: str | None) -> list[str]:

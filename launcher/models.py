@@ -42,6 +42,12 @@ def published_layer(
         raise SpecError(
             f"--experts {experts}: {model} has {most}; give at most as many, or leave it out"
         )
+    topk = MODELS[model].topk
+    if experts and experts < topk:
+        raise SpecError(
+            f"--experts {experts}: {model} routes a token to {topk}; give at least as many, or "
+            "leave it out"
+        )
     given: dict[str, Any] = {"num_experts": experts, "hidden": hidden, "inter": inter}
     changed = {name: value for name, value in given.items() if value}
     if shared is not None:
