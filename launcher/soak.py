@@ -53,6 +53,7 @@ class _Tally:
     replays: int = 0
     late: int = 0
     misses: int = 0
+    rounds: int = 0
     reused: int = 0
     batches: int = 0
     error: float = 0.0
@@ -93,13 +94,16 @@ def soak(
     tally, found = _Tally(), dict[str, Any]()
     started = 0.0
     for number in range(options.rounds):
+        # Rounds after the time is over do nothing, but other groups may wait for their turns.
+        ended = bool(found.get("ended"))
         with ExitStack() as stack:
             with group.alone():
-                if not tally.problem:
+                if not (tally.problem or ended):
+                    tally.rounds += 1
                     layers, batches = _open(group, options, plan, number, tally, stack)
             started = started or time.perf_counter()
             try:
-                if not tally.problem:
+                if not (tally.problem or ended):
                     for _ in _steps(
                         group, options, plan, own, number, started, layers, batches, tally
                     ):
@@ -108,11 +112,12 @@ def soak(
             except PeerTimeout as e:
                 tally.problem = str(e)
             with group.alone():
-                if not found.get("problems"):
+                if not (found.get("problems") or ended):
                     tally.layers += [o.figures() for o in layers]
                     _count_waits(tally, layers)
-                    seconds = time.perf_counter() - started
-                    ended = number + 1 == options.rounds
+                    seconds = group.gather(time.perf_counter() - started)[0]
+                    over = bool(options.seconds) and seconds >= options.seconds
+                    ended = over or number + 1 == options.rounds
                     found = _result(group, options, tally, seconds, ended=ended)
                     tally.problem = "; ".join(found["problems"])
                     if group.first:
@@ -169,7 +174,7 @@ def _result(
         },
         "seconds": round(seconds, 1),
         "seed": options.seed,
-        "rounds": options.rounds,
+        "rounds": tally.rounds,
         "batches": tally.batches,
         "max_rel_err": tally.error,
         "layers": list(tally.layers),
@@ -202,8 +207,9 @@ def _steps(
 ) -> Iterator[None]:
     """Each step is a few calls; ends when the round is over, on all ranks at the same step."""
     end, share = (number + 1) / options.rounds, 0.0
+    missed = False  # which takes longer than all other calls
     for step in count():
-        looks = step % _LOOK_EVERY == 0
+        looks, missed = missed or step % _LOOK_EVERY == 0, False
         if looks:
             tally.look()
             spent = group.gather(time.perf_counter() - started)[0]
@@ -225,6 +231,7 @@ def _steps(
             victim = plan.randrange(group.num_ranks)
             _miss(group, opened, batch, victim, options.timeout_s)
             tally.misses += 1
+            missed = True
         _delay(group, own)
         if replays:
             y = _replay(opened, batch, replays)

@@ -95,9 +95,9 @@ def command(
         int, typer.Option(min=0, help="Instead: so many calls in a row under random skew.")
     ] = 0,
     soak_s: Annotated[
-        float, typer.Option("--soak", min=0, help="Instead: such calls for so many seconds.")
+        float, typer.Option("--soak", min=0, help="Instead: such calls for so many s, once open.")
     ] = 0.0,
-    layers: Annotated[int, typer.Option(min=1, help="Layers open at once in a soak.")] = 6,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers open at once in a soak.")] = 6,
     rounds: Annotated[
         int, typer.Option(min=1, help="Parts of a soak, each with rings and inputs of its own.")
     ] = 1,
@@ -137,6 +137,8 @@ def command(
             raise SpecError(
                 f"--calls {calls} and --soak {soak_s:g} both say how long a soak is: give one"
             )
+        if calls and rounds > calls:
+            raise SpecError(f"--rounds {rounds}: a part has a call at least; give {calls} or less")
         if groups > 1 and not (threads and endless):
             raise SpecError("--groups is for soaks (--calls, --soak) of --threads")
         spec = MoESpec(

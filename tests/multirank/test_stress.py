@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from launcher import stress, stress_cases
+from launcher import soak, stress, stress_cases
 from launcher.thread_ranks import run_in_threads
 from megamoe.errors import SpecError
 from megamoe.layer import MoELayer
@@ -123,6 +123,27 @@ def test_a_soak_of_threads(app):
     assert all(sum(x["calls"] for x in some) > 20 for some in by_round)
     drawn = [[(x["ring_blocks_l1"], x["ring_blocks_l2"]) for x in some[3:]] for some in by_round]
     assert drawn[0] != drawn[1]
+
+
+def test_a_soak_of_many_rounds_and_misses_ends_in_time(app, monkeypatch):
+    """What is still planned when the time is over is not begun, by no group of several."""
+    opened, open_layers = [], soak.open_layers
+    monkeypatch.setattr(
+        soak, "open_layers", lambda *a: opened.append(a[0].which) or open_layers(*a)
+    )
+    args = ["--threads", "--ranks", "1", "--groups", "2", "--soak", "0.5", "--rounds", "500"]
+    args += ["--misses", "500", "--timeout", "0.2", "--layers", "2", "--json", *SMALL]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    found = json.loads("[" + result.stdout.replace("}\n{", "},{") + "]")
+    assert len(found) == 2
+    assert all(f["ended"] and f["ok"] for f in found)
+    for f in found:
+        assert f["rounds"] < 100
+        assert len(f["layers"]) == 2 * f["rounds"]
+        # Each takes 0.3 s; without a look at the time after each, 16 follow one another.
+        assert f["missed_calls"] <= 3
+    assert len(opened) == sum(f["rounds"] for f in found)
 
 
 def test_what_one_thread_raises_ends_the_others(monkeypatch):
