@@ -216,7 +216,7 @@ def _steps(
             share = spent / options.seconds if options.seconds else 0.0
         if options.calls:
             share = max(share, tally.calls / options.calls)
-        if share >= end:
+        if share >= end and step:  # a round without a call would show nothing
             return
         opened, which = plan.choice(layers), plan.randrange(len(batches))
         batch = batches[which]

@@ -99,7 +99,10 @@ def command(
     ] = 0.0,
     layers: Annotated[int, typer.Option(min=1, max=64, help="Layers open at once in a soak.")] = 6,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Parts of a soak, each with rings and inputs of its own.")
+        int,
+        typer.Option(
+            min=1, max=1000, help="Parts of a soak, each with rings and inputs of its own."
+        ),
     ] = 1,
     misses: Annotated[
         int, typer.Option(min=0, help="Calls of a soak that a rank misses: timeout and reset.")

@@ -141,6 +141,10 @@ def test_a_soak_of_many_rounds_and_misses_ends_in_time(app, monkeypatch):
     for f in found:
         assert f["rounds"] < 100
         assert len(f["layers"]) == 2 * f["rounds"]
+        # Opening takes longer than a round, which has a call all the same.
+        assert all(
+            any(x["calls"] for x in f["layers"][i : i + 2]) for i in range(0, 2 * f["rounds"], 2)
+        )
         # Each takes 0.3 s; without a look at the time after each, 16 follow one another.
         assert f["missed_calls"] <= 3
     assert len(opened) == sum(f["rounds"] for f in found)

@@ -55,6 +55,7 @@ BEFORE = [
     ("stress --calls 2 --soak 1", "--calls 2 and --soak 1 both say how long a soak is"),
     ("stress --calls 9 --sizes 1 --replay x", "--sizes, --replay: used for cases, without --calls"),
     ("stress --soak 1 --layers 100000", "Invalid value for '--layers'"),
+    ("stress --soak 1 --rounds 100000", "Invalid value for '--rounds'"),
     ("stress --calls 2 --rounds 3", "--rounds 3: a part has a call at least; give 2 or less"),
     ("stress --misses 1", "--misses: used in soaks, with --calls"),
     ("run --checkpoint none", "config.json"),
