@@ -182,7 +182,8 @@ struct Tile {
     uint32_t n;          // tile column
 };
 
-// The only tile iterator. Tickets given to seek() must not decrease.
+// The iterator over tiles, which the quicker forms below are held to. Tickets given to seek() must
+// not decrease.
 template <class Rows>
 class TileWalk {
   public:
