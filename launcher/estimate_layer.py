@@ -39,9 +39,9 @@ class Coefficients:
     fixed_us: float
 
 
-FITTED: Final = Coefficients(flops=0.88, read=0.98, link=1.0, sharpness=2.0, fixed_us=30.0)
-"""``fit`` of benchmarks/results/moe_h200x2.json: 16 uniform rows of v4-flash, deepseek-v3 and
-v4-pro with 8 to 8192 tokens per rank. One GPU's rows were not used."""
+FITTED: Final = Coefficients(flops=0.92, read=0.94, link=1.0, sharpness=2.0, fixed_us=10.0)
+"""``fit`` of benchmarks/results/moe_h200x2.json and moe_h200x1.json: 32 uniform rows of v4-flash,
+deepseek-v3 and v4-pro with 8 to 8192 tokens per rank."""
 
 _PHASES: Final = "phases inside the kernel on one H200, docs/performance.md"
 
@@ -113,9 +113,9 @@ def predict_load(work: Load, machine: Machine = H200, with_: Coefficients = FITT
         ),
         Figure(
             "combine",
-            5.0 + work.slot_bytes / (machine.copy * 0.82) * 1e6,
+            5.0 + work.slot_bytes / machine.copy * 1e6,
             "µs",
-            "5 µs + (K+1)·2·H·T / 0.82 of the copy rate",
+            "5 µs + (K+1)·2·H·T / copy rate",
             _PHASES,
         ),
     ]
