@@ -19,6 +19,14 @@ MISSED_S = 4.0
 """After the first of two rounds: the second is open, and one rank misses its first call."""
 
 
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """A shell in the background ignores SIGINT, and so does what it starts, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("more", [[], ["--threads"]], ids=["processes", "threads"])
 def test_a_rank_that_waits_inside_a_call_does_not_keep_the_command(more, tmp_path):
