@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megamoe.telemetry import Sampler
 
 __all__ = [
+    "GRACE_S",
     "Group",
     "RankFailed",
     "arguments",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_GRACE_S: Final = 2
+GRACE_S: Final = 2
 """What ranks get to end after Ctrl-C: one inside a call waits for peers that may have ended, up to
 the call's limit. Torchrun's own grace is 30 s, which torch before 2.12 does not let one change."""
 _NO_HOPPER: Final = (
@@ -264,7 +265,7 @@ def run_in_group(
         options(num_ranks, _foreseen_device(backend))
     sys.stderr.write(f"starting {num_ranks} ranks\n")  # imports take seconds
     sys.stderr.flush()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_GRACE_S))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
     code = torchrun(module, arguments(context), num_ranks, debug=debug)
     stderr.show_cursor()  # a rank that was ended may have hidden it
     raise typer.Exit(code)

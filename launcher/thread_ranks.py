@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from launcher.console import stderr
-from launcher.ranks import Group, Part, RankFailed, device_of
+from launcher.ranks import GRACE_S, Group, Part, RankFailed, device_of
 from megamoe.errors import SpecError
 from megamoe.symmetric.base import Rendezvous
 from megamoe.symmetric.local import LocalGroup
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["ThreadGroup", "run_in_threads"]
 
 T = TypeVar("T")
-_GRACE_S: Final = 2
-"""What ranks get to end after Ctrl-C."""
 _LOOK_S: Final = 0.2
 
 
@@ -164,7 +162,7 @@ def _end_within_grace(ended: list[threading.Event]) -> None:
     The interpreter must not end before them: a thread that comes out of native code then is ended
     there, which C++ answers with an abort.
     """
-    limit, over = time.monotonic() + _GRACE_S, False
+    limit, over = time.monotonic() + GRACE_S, False
     with suppress(KeyboardInterrupt):  # the second one
         over = all(e.wait(max(0.0, limit - time.monotonic())) for e in ended)
     if not over:
