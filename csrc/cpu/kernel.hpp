@@ -23,7 +23,7 @@ void leave(C& ctx, const RouteTable& table) {
     Control& control = ctx.control();
     if (ctx.sync.add(&control.exits.value, 1) + 1 != roles) return;
     control.block_base.value = ctx.block_base + count_blocks(ctx.shape, TableRows{&table});
-    ctx.sync.store(&control.ticket.value, 0);
+    ctx.sync.store(&control.ticket[0].value, 0);
     ctx.sync.store(&control.exits.value, 0);
     ctx.sync.store(&control.epoch.value, ctx.epoch);
 }
@@ -44,7 +44,7 @@ bool run_math(C ctx, uint32_t unit, uint32_t* begin) {
     const RouteTable table = ctx.route_table(begin);
     auto walk = ctx.tile_walk(table);
     while (true) {
-        const Tile tile = walk.seek(ctx.sync.add(&ctx.control().ticket.value, 1));
+        const Tile tile = walk.seek(ctx.sync.add(&ctx.control().ticket[0].value, 1));
         if (tile.kind == TileKind::kDone) break;
         const bool ok = tile.kind == TileKind::kLinear1 ? linear1(ctx, unit, tile)
                                                         : linear2(ctx, table, unit, tile);

@@ -155,6 +155,12 @@ MEGAMOE_DEVICE uint32_t fetch_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
 }
 MEGAMOE_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+MEGAMOE_DEVICE uint32_t sm_id() {
+    uint32_t id;
+    asm("mov.u32 %0, %%smid;" : "=r"(id));
+    return id;
+}
+
 MEGAMOE_DEVICE void prefetch_l2(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

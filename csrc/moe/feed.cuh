@@ -3,8 +3,8 @@
 // way before any wait.
 #pragma once
 
-#include "moe/dispatch.cuh"
 #include "moe/phased.cuh"
+#include "moe/tickets.cuh"
 
 namespace megamoe::moe {
 
@@ -21,38 +21,6 @@ MEGAMOE_DEVICE bool wait_stage(SharedStorage& s, const Cursor<kStages>& at, Trac
     TraceSpan span(s.call.trace, slot);
     return wait(s.stage_empty[at.slot], at.phase, s.call) && !stopped(s.call);
 }
-
-// Tiles of tickets. With waves of one block they are worked out, not walked to: a walk passes every
-// expert, active or not, which takes microseconds to a first tile.
-class Tiles {
-  public:
-    MEGAMOE_DEVICE Tiles(const MoEParams& p, SharedStorage& s)
-        : p_(p), s_(s), walk_(p.shape, s.block_begin, kL1Tiles, kL2Tiles, s.walk) {
-        if (walks()) walk_.start();
-    }
-    // Tickets must not decrease.
-    MEGAMOE_DEVICE Tile seek(uint32_t ticket) {
-        const Place at = walks() ? walk_.seek(ticket) : find(ticket);
-        if (at.kind == TileKind::kDone) return {TileKind::kDone, 0, 0, 0, 0, 0};
-        const uint32_t expert = expert_at(p_, at.expert);
-        const uint32_t block = at.block - s_.block_begin[at.expert];
-        const ExpertBlocks blocks(p_.shape, s_.rows[expert]);
-        return {at.kind, expert, at.block, blocks.begin(block), blocks.size(block), at.n};
-    }
-
-  private:
-    MEGAMOE_DEVICE bool walks() const { return p_.shape.wave_blocks > 1; }
-    MEGAMOE_DEVICE Place find(uint32_t ticket) const {
-        Place at = place_of_ticket(ticket, s_.call.num_blocks, linear1_ahead(p_.shape), kL1Tiles,
-                                   kL2Tiles);
-        if (at.kind != TileKind::kDone) at.expert = expert_of(p_, s_.block_begin, at.block);
-        return at;
-    }
-
-    const MoEParams& p_;
-    SharedStorage& s_;
-    PlaceWalk walk_;
-};
 
 // Makes a tile the next task; false if the stream of tasks ends instead: there is none, or the call
 // has been given up. One thread.
@@ -86,17 +54,13 @@ MEGAMOE_DEVICE bool post(const MoEParams& p, SharedStorage& s, const Tile& tile,
 MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
     ptx::prefetch_map(p.w1);
     ptx::prefetch_map(p.w2);
-    Tiles tiles(p, s);
-    uint32_t* tickets = &p.control(p.rank).ticket.value;
+    Tickets tickets(p, s);
     Cursor<kStages> at;
     Cursor<kTaskSlots> slot;
     at.phase = slot.phase = 1;  // free at first
     uint32_t fills = 0;
-    // The first tickets are dealt, and their weights wait for no answer; others are drawn. What is
-    // drawn is not touched before it is needed: whoever did would wait for it.
-    uint32_t drawn = blockIdx.x - gridDim.x;
     while (true) {
-        const Tile tile = tiles.seek(gridDim.x + drawn);
+        const Tile tile = tickets.next();
         if (!post(p, s, tile, slot)) break;
         const bool linear1 = tile.kind == TileKind::kLinear1;
         const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
@@ -110,7 +74,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
 #pragma unroll 1
         for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
             if (!wait_stage(s, at, kTraceStageW)) break;
-            if (kb == take_at) drawn = ptx::fetch_add_relaxed_gpu(tickets, 1);
+            if (kb == take_at) tickets.draw();
             // The scales of the whole tile come with its first stage: a task that brought them
             // would keep activations waiting.
             uint64_t& full = s.stage_full[at.slot];

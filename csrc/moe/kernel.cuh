@@ -71,7 +71,7 @@ MEGAMOE_DEVICE void leave(const MoEParams& p, SharedStorage& s) {
     Control& control = p.control(p.rank);
     if (ptx::fetch_add_acq_rel_gpu(&control.exits.value, 1) + 1 != gridDim.x) return;
     control.block_base.value = s.call.block_base + s.call.num_blocks;
-    control.ticket.value = 0;
+    control.ticket[0].value = control.ticket[1].value = 0;
     control.exits.value = 0;
     control.epoch.value = s.call.epoch;
 }

@@ -8,6 +8,7 @@ __constant__ unsigned megamoe_moe_param_bytes = sizeof(megamoe::moe::MoEParams);
 __constant__ unsigned megamoe_moe_layout_offset = offsetof(megamoe::moe::MoEParams, layout);
 __constant__ unsigned megamoe_moe_rank_offset = offsetof(megamoe::moe::MoEParams, rank);
 __constant__ unsigned megamoe_moe_bases_offset = offsetof(megamoe::moe::MoEParams, bases);
+__constant__ unsigned megamoe_moe_most_streams = megamoe::moe::kMostStreams;
 __constant__ unsigned megamoe_moe_threads = megamoe::moe::kThreads;
 __constant__ unsigned megamoe_abort_offset = offsetof(megamoe::Control, abort);
 __constant__ unsigned megamoe_epoch_offset = offsetof(megamoe::Control, epoch);

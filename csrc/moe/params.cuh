@@ -36,6 +36,7 @@ MEGAMOE_HD constexpr uint32_t scale_floats(uint32_t k) { return align_up(k / kGr
 inline constexpr uint32_t kFewRows = 96, kManyRows = 128, kTailRows = MEGAMOE_TAIL_ROWS;
 inline constexpr uint32_t kMaxBlockM = kManyRows + kTailRows;
 inline constexpr uint32_t kMaxRanks = 72;
+inline constexpr uint32_t kMaxSms = 192;
 // Routed experts of the group, and with the shared ones of a rank.
 inline constexpr uint32_t kMaxExperts = 512, kMaxShared = 8;
 
@@ -63,6 +64,8 @@ struct MoEParams {
     const void* stage_x;        // the call's rows, or null: they are in the window
     const float* stage_scale;   // FP32 [T, H/128] with e4m3 rows
     const TraceBuffers* trace;  // or null; looked at by traced builds only
+    uint32_t num_streams;       // of tickets (tickets.cuh), and for two, which SMs have the second
+    uint32_t near_half[kMaxSms / 32];
     uint8_t* bases[kMaxRanks];  // windows, as mapped here
 
     MEGAMOE_DEVICE uint8_t* at(uint32_t peer, Region r, uint64_t element = 0) const {

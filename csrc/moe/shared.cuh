@@ -88,7 +88,7 @@ struct SharedStorage {
     uint2 scan[2][kThreads / 32];
     Task task[kTaskSlots];
     PullJob job[kPullJobs];
-    PlaceWalk::State walk;
+    PlaceWalk::State walk, walk_kept;  // of tickets.cuh
     CallState call;
     uint32_t fills[2];  // stages filled by the weight and by the activation role
     // A stage is full when both its weights and its activations have arrived.

@@ -25,6 +25,7 @@ from megamoe.backends.cuda_driver import (
     fill_device,
     tensor_map,
 )
+from megamoe.backends.cuda_halves import near_half
 from megamoe.backends.cuda_pack import TILE_N
 from megamoe.backends.cuda_recorder import Recorder
 from megamoe.backends.cuda_weights import allocate_weights
@@ -201,8 +202,16 @@ class CudaSession:
         put("layout", native.window_layout_bytes(self._shape))
         for rank, base in enumerate(self._window.bases):
             params.bases[rank] = base
+        near = near_half(self._shape, self._device, cubin.constant("megamoe_moe_most_streams"))
+        params.num_streams = 1 if near is None else 2
+        params.near_half[:] = near or [0] * len(params.near_half)
         check_params(cubin)
         return params
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of tickets in this rank's calls (``near_half``)."""
+        return int(self._params.num_streams)
 
     # ------------------------------------------------------------ weights and calls
 

@@ -15,10 +15,12 @@ from megamoe import jit, native
 from megamoe.errors import SpecError
 from megamoe.spec import GROUP, MAX_RANKS, TAILED_BLOCK_M, EpConfig, MoESpec
 
-__all__ = ["BOXES", "MoEParams", "check_params", "compile_moe", "cuda_config"]
+__all__ = ["BOXES", "MOST_SMS", "MoEParams", "check_params", "compile_moe", "cuda_config"]
 
 BOXES: Final = (8, 16, 32, 48, 64, 80, 96, 128, TAILED_BLOCK_M)
 """Rows of a box of activations; each has tensor maps of its own."""
+MOST_SMS: Final = 192
+"""SMs that ``MoEParams`` can tell apart (kMaxSms)."""
 _BLOCK_M: Final = 128
 _MOST_FEW_ROWS: Final = 96
 """Rows of a block up to which weights are on the M side of wgmma (csrc/moe/math.cuh)."""
@@ -59,6 +61,8 @@ class MoEParams(ctypes.Structure):
         ("stage_x", ctypes.c_uint64),
         ("stage_scale", ctypes.c_uint64),
         ("trace", ctypes.c_uint64),
+        ("num_streams", ctypes.c_uint32),
+        ("near_half", ctypes.c_uint32 * (MOST_SMS // 32)),
         ("bases", ctypes.c_uint64 * MAX_RANKS),
     )
 

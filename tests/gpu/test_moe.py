@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megamoe.backends.cuda import CudaSession
+from megamoe.backends.cuda_halves import _measured
 from megamoe.errors import PeerTimeout
 from megamoe.layer import open_layer
 from megamoe.spec import MoESpec
@@ -249,6 +250,45 @@ def test_graphs_replay_with_changed_inputs():
             session.check()
             assert_bitwise(y.cpu(), expected.cpu(), f"{tokens} tokens from {shift}")
     session.close()
+
+
+@pytest.mark.parametrize("block_m", [16, 128, 144])
+@pytest.mark.parametrize("weight_dtype", ["fp8", "bf16"])
+def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch):
+    """More tickets than CTAs and fewer, none at all, and rings with room for hardly a wave."""
+    spec = MoESpec(hidden=1024, inter=768, num_experts=16, topk=4, weight_dtype=weight_dtype)
+    case = Case("streams", spec, (400,), "zipf:1.2")
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    found, streams = {}, {}
+    for name, asked, rings, workers in (
+        ("one", "1", 0, 0),
+        ("two", "", 0, 0),
+        ("two, short rings", "", 3, 0),
+        ("few CTAs", "", 0, 100),
+    ):
+        monkeypatch.setenv("MEGAMOE_STREAMS", asked)
+        config = replace(
+            BIG,
+            block_m=block_m,
+            wave_blocks=2,
+            ring_l1_blocks=rings,
+            ring_l2_blocks=rings,
+            num_workers=workers,
+            timeout_s=5,
+        )
+        with open_layer(spec, config, backend="cuda") as layer:
+            layer.load_weights(case.experts(0))
+            streams[name] = layer._session.num_streams
+            found[name] = [
+                layer.run(x[:n], ids[:n], weight[:n]).cpu() for n in (400, 3, 0, 37, 400, 1)
+            ]
+    if _measured(torch.device("cuda", torch.cuda.current_device())) is None:
+        pytest.skip("this GPU's SMs show no halves of L2")
+    assert streams == {"one": 1, "two": 2, "two, short rings": 2, "few CTAs": 1}
+    assert_matches_oracle(found["one"][0], case.expected()[0], spec, case.name, bits(spec))
+    for name, outputs in found.items():
+        for call, (y, want) in enumerate(zip(outputs, found["one"], strict=True)):
+            assert_bitwise(y, want, f"{name}, call {call}")
 
 
 def kernels(work) -> Counter:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ctypes import sizeof
 from dataclasses import replace
 
 import pytest
 
 from megamoe.backends.cuda_build import check_params, compile_moe
-from megamoe.spec import MODELS
+from megamoe.backends.cuda_halves import HalvesParams, compile_probe
+from megamoe.spec import MODELS, MoESpec
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -42,6 +44,7 @@ def test_compiles_within_budget(name, capsys):
             )
     assert set(resources) == {"megamoe_moe"}
     assert cubin.constant("megamoe_moe_threads") == THREADS
+    assert cubin.constant("megamoe_moe_most_streams") == 2
     check_params(cubin)
     assert shared <= SHARED_BYTES, f"{shared} bytes of shared memory, a CTA has {SHARED_BYTES}"
     assert not cubin.warnings(), cubin.warnings()
@@ -64,3 +67,20 @@ def test_builds_for_measurements_compile(name, monkeypatch, capsys):
     assert not cubin.warnings(), cubin.warnings()
     assert kernel.registers <= LAUNCH_REGISTERS
     assert kernel.spill_stores <= 128, kernel
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("hidden", "inter"),
+    [(1280, 768), (1024, 512)],  # five Linear 2 tiles; as many blocks of K as stages
+    ids=["odd", "short"],
+)
+def test_shapes_that_have_one_stream_of_tickets(hidden, inter):
+    cubin = compile_moe(MoESpec(hidden=hidden, inter=inter, num_experts=4, topk=2))
+    assert cubin.constant("megamoe_moe_most_streams") == 1
+
+
+def test_the_probe_of_halves_compiles_and_agrees_on_its_parameters():
+    cubin = compile_probe()
+    assert cubin.resources()["megamoe_halves"].spill_stores == 0
+    assert cubin.constant("megamoe_halves_param_bytes") == sizeof(HalvesParams)

@@ -44,7 +44,7 @@ def test_regions_have_room_for_their_data(golden):
     line = 128
     want = {
         "host_barrier": ranks * line,
-        "control": 7 * line,
+        "control": 8 * line,
         "fault": ranks * line,
         "counts_flag": ranks * line,
         "l1_full": s["ring_l1"] * line,

@@ -122,7 +122,7 @@ bool World::is_private(const uint32_t* word) const {
     if (shape_.num_units > 1 || !in_window(word)) return false;
     const uint64_t rank = uint64_t(word - arena_.get()) / window_words_;
     const Control& control = windows(uint32_t(rank)).control(uint32_t(rank));
-    return word == &control.ticket.value || word == &control.barrier.value;
+    return word == &control.ticket[0].value || word == &control.barrier.value;
 }
 
 void World::access(const void* address, size_t bytes, bool is_write) {
@@ -224,8 +224,8 @@ std::string World::word_name(const uint32_t* word) const {
         MEGAMOE_REGIONS(X)
 #undef X
     };
-    constexpr const char* kControl[] = {"abort",  "fault_claim", "epoch",     "barrier",
-                                        "ticket", "exits",       "block_base"};
+    constexpr const char* kControl[] = {"abort",  "fault_claim",       "epoch", "barrier",
+                                        "ticket", "ticket (stream 1)", "exits", "block_base"};
     const auto at = uint64_t(word - arena_.get());
     if (!in_window(word)) {
         const uint64_t rank = (at - own_at_) / own_words_;

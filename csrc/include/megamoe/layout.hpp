@@ -54,7 +54,7 @@ struct Control {
     Line fault_claim;   // the first unit of this rank to give up writes the record
     Line epoch;         // calls finished since the last reset
     Line barrier;       // arrivals at the grid barrier, cumulative
-    Line ticket;        // next tile of this call
+    Line ticket[2];     // next tile of this call, by stream; of CPU ranks, the first alone
     Line exits;         // roles that have left this call
     Line64 block_base;  // ring blocks of all earlier calls; advanced by the last to leave
 };

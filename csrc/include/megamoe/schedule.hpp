@@ -17,6 +17,10 @@
 // between their L1 and L2. A wave fits both rings (MoEShape::rings_fit), so the pulls of L1(b) wait
 // only for L1(b - B1), which lies in an earlier wave. Every dependency points to a smaller ticket:
 // the smallest unfinished ticket can always run.
+//
+// The tickets of a call may be dealt to two streams: stream h has the tile columns 2 j + h of every
+// segment, and a sequence of its own. All dependencies point to an earlier segment, so they hold
+// across streams, too (docs/protocol.md).
 #pragma once
 
 #include "megamoe/config.hpp"
@@ -279,7 +283,9 @@ class PlaceWalk {
         advance(s_.wave1);
         s_.wave2 = s_.wave1;
     }
-    // Tickets must not decrease.
+    // Whether seek() would have to go back to this ticket.
+    MEGAMOE_HD bool passed(uint32_t ticket) const { return ticket < s_.segment_begin; }
+    // Tickets must not lie before the segment of the last one.
     MEGAMOE_HD Place seek(uint32_t ticket) {
         while (ticket >= s_.segment_end) {
             if (s_.wave2.count() == 0) return {TileKind::kDone, 0, 0, 0};
