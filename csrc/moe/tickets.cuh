@@ -28,8 +28,7 @@ class Tickets {
     MEGAMOE_DEVICE Tickets(const MoEParams& p, SharedStorage& s)
         : p_(p),
           s_(s),
-          walk_(p.shape, s.block_begin, kL1Tiles / num_streams(), kL2Tiles / num_streams(),
-                s.walk) {
+          walk_(p.shape, s.block_begin, of_stream(kL1Tiles), of_stream(kL2Tiles), s.walk) {
         if (walks()) walk_.start();
         if (num_streams() == 1) return;
         stream_ = half_of_sm(p);
@@ -54,6 +53,9 @@ class Tickets {
 
   private:
     MEGAMOE_DEVICE uint32_t num_streams() const { return kMostStreams == 1 ? 1 : p_.num_streams; }
+    MEGAMOE_DEVICE uint32_t of_stream(uint32_t tiles) const {
+        return num_streams() == 1 ? tiles : tiles / 2;
+    }
     MEGAMOE_DEVICE bool walks() const { return p_.shape.wave_blocks > 1; }
     MEGAMOE_DEVICE Place find(uint32_t ticket) const {
         Place at = place_of_ticket(ticket, s_.call.num_blocks, linear1_ahead(p_.shape), kL1Tiles,
@@ -65,7 +67,7 @@ class Tickets {
     // it stands at this CTA's last tile. The other stream may be further behind, and to walk there
     // from the first expert takes long: so where the walk stood some tiles before the end is kept.
     MEGAMOE_DEVICE void look_for_end() {
-        const uint32_t end = s_.call.num_blocks * ((kL1Tiles + kL2Tiles) / 2);
+        const uint32_t end = s_.call.num_blocks * of_stream(kL1Tiles + kL2Tiles);
         if (end_ == End::kFar && drawn_ + 2 * gridDim.x >= end) {
             s_.walk_kept = s_.walk;
             end_ = End::kNear;

@@ -45,7 +45,7 @@ def test_a_tile_that_has_not_begun_must_not_be_turned_behind(tickets, tmp_path):
 @pytest.mark.parametrize(
     ("part", "instead"),
     [
-        ("kL2Tiles / num_streams()", "kL2Tiles"),
+        ("of_stream(kL2Tiles), s.walk", "kL2Tiles, s.walk"),
         ("at.n * 2 + stream_", "at.n"),
         ("drawn_ < end)", "drawn_ <= end)"),
         ("drawn_ < end)", "drawn_ + 1 < end)"),
