@@ -13,8 +13,9 @@ namespace megamoe::moe {
 // Streams that a launch may ask for. Columns are dealt in pairs. And a CTA that turns to the other
 // stream must not wait for tiles which it has then queued behind its last one (docs/protocol.md):
 // that one's activations have come, because it has more stages than there are, all filled.
-inline constexpr uint32_t kMostStreams =
-    kL1Tiles % 2 == 0 && kL2Tiles % 2 == 0 && kKBlocks1 > kStages&& kKBlocks2 > kStages ? 2 : 1;
+inline constexpr bool kInPairs = kL1Tiles % 2 == 0 && kL2Tiles % 2 == 0;
+inline constexpr bool kManyStages = (kKBlocks1 > kStages) && (kKBlocks2 > kStages);
+inline constexpr uint32_t kMostStreams = kInPairs && kManyStages ? 2 : 1;
 
 MEGAMOE_DEVICE uint32_t half_of_sm(const MoEParams& p) {
     const uint32_t sm = ptx::sm_id();
