@@ -20,6 +20,15 @@ MEGAMOE_DEVICE void tma_load(void* shared, const TensorMap& map, int32_t x, int3
         "l"(&map), "r"(shared_address(&bar)), "r"(x), "r"(y), "l"(policy)
         : "memory");
 }
+// A box of four chunks of 4 KB, 32 rows each, the first at `chunk`; its map tells the others.
+MEGAMOE_DEVICE void tma_load_chunks(void* shared, const TensorMap& map, int32_t chunk,
+                                    uint64_t& bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %3, %3, %3, %4}], [%2];" ::"r"(shared_address(shared)),
+        "l"(&map), "r"(shared_address(&bar)), "r"(0), "r"(chunk)
+        : "memory");
+}
 MEGAMOE_DEVICE void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map));
 }

@@ -5,6 +5,7 @@
 
 #include "moe/phased.cuh"
 #include "moe/tickets.cuh"
+#include "moe/weights.cuh"
 
 namespace megamoe::moe {
 
@@ -52,8 +53,7 @@ MEGAMOE_DEVICE bool post(const MoEParams& p, SharedStorage& s, const Tile& tile,
 
 // One thread.
 MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
-    ptx::prefetch_map(p.w1);
-    ptx::prefetch_map(p.w2);
+    prefetch_weight_maps(p);
     Tickets tickets(p, s);
     Cursor<kStages> at;
     Cursor<kTaskSlots> slot;
@@ -64,15 +64,14 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
         if (!post(p, s, tile, slot)) break;
         const bool linear1 = tile.kind == TileKind::kLinear1;
         const uint64_t index = uint64_t(tile.expert) * (linear1 ? kL1Tiles : kL2Tiles) + tile.n;
-        const TensorMap& map = linear1 ? p.w1 : p.w2;
         const uint32_t num_blocks = k_blocks(tile.kind);
-        int32_t y = int32_t(index * num_blocks * kTileN);
+        WeightTile weights(p, tile.kind, index);
         // The next ticket is taken late, just early enough for it to arrive: neighbouring tickets
         // then start together wherever they are taken, and tiles that share weights find them in
         // L2. To make a task of it earlier, too, would hold up this one's last stages.
         const uint32_t take_at = num_blocks > kTicketAhead ? num_blocks - kTicketAhead : 0;
 #pragma unroll 1
-        for (uint32_t kb = 0; kb < num_blocks; ++kb, y += kTileN) {
+        for (uint32_t kb = 0; kb < num_blocks; ++kb) {
             if (!wait_stage(s, at, kTraceStageW)) break;
             if (kb == take_at) tickets.draw();
             // The scales of the whole tile come with its first stage: a task that brought them
@@ -81,7 +80,7 @@ MEGAMOE_DEVICE void feed_weights(const MoEParams& p, SharedStorage& s) {
             const uint32_t floats = linear1 ? scale_floats(kHidden) : scale_floats(kInter);
             const uint32_t scale_bytes = kFp8 && kb == 0 ? floats * 4 : 0;
             ptx::arrive_expect(full, kTileN * kBlockBytes + scale_bytes);
-            ptx::tma_load(s.w[at.slot], map, 0, y, full, ptx::kEvictNormal);
+            weights.load(kb, s.w[at.slot], full);
             if (scale_bytes)
                 ptx::bulk_load(s.w_scale[slot.slot],
                                (linear1 ? p.w1_scale : p.w2_scale) + index * floats, scale_bytes,

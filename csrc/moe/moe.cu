@@ -7,6 +7,7 @@ __constant__ unsigned megamoe_moe_shared_bytes = sizeof(megamoe::moe::SharedStor
 __constant__ unsigned megamoe_moe_param_bytes = sizeof(megamoe::moe::MoEParams);
 __constant__ unsigned megamoe_moe_layout_offset = offsetof(megamoe::moe::MoEParams, layout);
 __constant__ unsigned megamoe_moe_rank_offset = offsetof(megamoe::moe::MoEParams, rank);
+__constant__ unsigned megamoe_moe_placed_offset = offsetof(megamoe::moe::MoEParams, placed);
 __constant__ unsigned megamoe_moe_bases_offset = offsetof(megamoe::moe::MoEParams, bases);
 __constant__ unsigned megamoe_moe_most_streams = megamoe::moe::kMostStreams;
 __constant__ unsigned megamoe_moe_threads = megamoe::moe::kThreads;

@@ -47,19 +47,22 @@ MEGAMOE_HD constexpr uint32_t box_rows(uint32_t i) {
 }
 
 struct MoEParams {
-    TensorMap w1, w2;                      // tiles of all local experts, [rows][128 bytes]
+    // Of Linear 1 and 2, tiles of all local experts (weights.cuh): plain, as [rows][128 bytes], by
+    // the first map alone; placed, two of chunks.
+    TensorMap w[2][2];
     TensorMap x[kNumBoxes], h[kNumBoxes];  // L1 and L2 ring, one map per box height
     MoEShape shape;
     WindowLayout layout;
     uint32_t rank;
     uint32_t num_tokens;
     uint64_t timeout_ns;
-    const int32_t* topk_idx;   // [T, K], -1 masked
-    const float* topk_weight;  // [T, K]
-    const float* w1_scale;     // [experts, kL1Tiles, scale_floats(H)]: gate, up
-    const float* w2_scale;     // [experts, kL2Tiles, scale_floats(I)]: rows 0..127, 128..255
-    uint8_t* y;                // [T] BF16 rows
-    float swiglu_clamp;        // infinity: none
+    const int32_t* topk_idx;    // [T, K], -1 masked
+    const float* topk_weight;   // [T, K]
+    const float* w1_scale;      // [experts, kL1Tiles, scale_floats(H)]: gate, up
+    const float* w2_scale;      // [experts, kL2Tiles, scale_floats(I)]: rows 0..127, 128..255
+    const uint64_t* placed[2];  // or null: plain. [experts, tiles, words]: a bit for a block of K
+    uint8_t* y;                 // [T] BF16 rows
+    float swiglu_clamp;         // infinity: none
     uint32_t stage_is_bf16;
     const void* stage_x;        // the call's rows, or null: they are in the window
     const float* stage_scale;   // FP32 [T, H/128] with e4m3 rows

@@ -27,6 +27,7 @@ from megamoe.backends.cuda_driver import (
 )
 from megamoe.backends.cuda_halves import near_half
 from megamoe.backends.cuda_pack import TILE_N
+from megamoe.backends.cuda_placing import find_swapped, weight_maps
 from megamoe.backends.cuda_recorder import Recorder
 from megamoe.backends.cuda_weights import allocate_weights
 from megamoe.backends.trace import NOT_TRACED, LayerTrace, trace_wanted
@@ -106,6 +107,13 @@ class CudaSession:
         )
         self._staged: tuple[Tensor, Tensor | None] | None = None
         self._weights = allocate_weights(spec, self.config.num_ranks, self._device, rendezvous)
+        self._near = near_half(
+            self._shape, self._device, cubin.constant("megamoe_moe_most_streams")
+        )
+        if self._near is not None:
+            swapped = find_swapped(self._weights.tiles, self._near)
+            if swapped is not None:
+                self._weights.place(swapped)
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
         self._own_storage = self._window.local.untyped_storage().data_ptr()
@@ -178,10 +186,11 @@ class CudaSession:
             assert size == len(data), f"{field}: {len(data)} bytes for {size}"
             ctypes.memmove(target, data, len(data))
 
-        for field, w in zip(("w1", "w2"), self._weights.tiles, strict=True):
-            rows = math.prod(w.shape[:-1])
-            box = (128, TILE_N)
-            put(field, tensor_map(w.data_ptr(), columns=128, rows=rows, box=box, element_bytes=1))
+        words = self._weights.words
+        for linear, of_linear in enumerate(words or ()):
+            params.placed[linear] = of_linear.data_ptr()
+        maps = [weight_maps(w, placed=words is not None) for w in self._weights.tiles]
+        put("w", b"".join(maps))
         rings = (
             ("x", "l1_ring", spec.hidden, config.ring_l1_blocks),
             ("h", "l2_ring", spec.inter, config.ring_l2_blocks),
@@ -202,9 +211,8 @@ class CudaSession:
         put("layout", native.window_layout_bytes(self._shape))
         for rank, base in enumerate(self._window.bases):
             params.bases[rank] = base
-        near = near_half(self._shape, self._device, cubin.constant("megamoe_moe_most_streams"))
-        params.num_streams = 1 if near is None else 2
-        params.near_half[:] = near or [0] * len(params.near_half)
+        params.num_streams = 1 if self._near is None else 2
+        params.near_half[:] = self._near or [0] * len(params.near_half)
         check_params(cubin)
         return params
 
@@ -212,6 +220,11 @@ class CudaSession:
     def num_streams(self) -> int:
         """Streams of tickets in this rank's calls (``near_half``)."""
         return int(self._params.num_streams)
+
+    @property
+    def placed(self) -> bool:
+        """Whether weights lie near to the SMs that read them (``cuda_placing``)."""
+        return bool(self._params.placed[0])
 
     # ------------------------------------------------------------ weights and calls
 

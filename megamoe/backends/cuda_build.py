@@ -42,8 +42,7 @@ class MoEParams(ctypes.Structure):
     """``MoEParams`` of csrc/moe/params.cuh; ``check_params`` compares them."""
 
     _fields_ = (
-        ("w1", ctypes.c_uint8 * 128),
-        ("w2", ctypes.c_uint8 * 128),
+        ("w", ctypes.c_uint8 * (128 * 2 * 2)),
         ("x", ctypes.c_uint8 * (128 * len(BOXES))),
         ("h", ctypes.c_uint8 * (128 * len(BOXES))),
         ("shape", ctypes.c_uint8 * (4 * len(native.describe()["shape_fields"]))),
@@ -55,6 +54,7 @@ class MoEParams(ctypes.Structure):
         ("topk_weight", ctypes.c_uint64),
         ("w1_scale", ctypes.c_uint64),
         ("w2_scale", ctypes.c_uint64),
+        ("placed", ctypes.c_uint64 * 2),
         ("y", ctypes.c_uint64),
         ("swiglu_clamp", ctypes.c_float),
         ("stage_is_bf16", ctypes.c_uint32),
@@ -71,8 +71,9 @@ def check_params(cubin: jit.Cubin) -> None:
     """That the kernel's parameters lie where ``MoEParams`` has them."""
     # The compiled structure is padded to the 64 bytes that tensor maps need.
     size = -(-ctypes.sizeof(MoEParams) // 64) * 64
-    here = size, MoEParams.layout.offset, MoEParams.rank.offset, MoEParams.bases.offset
-    names = "param_bytes", "layout_offset", "rank_offset", "bases_offset"
+    fields = "layout", "rank", "placed", "bases"
+    here = size, *(getattr(MoEParams, field).offset for field in fields)
+    names = "param_bytes", *(f"{field}_offset" for field in fields)
     compiled = tuple(cubin.constant(f"megamoe_moe_{name}") for name in names)
     assert here == compiled, f"{names}: {here} here, {compiled} in the kernel"
 

@@ -15,6 +15,7 @@ __all__ = [
     "Module",
     "block_map",
     "check",
+    "chunk_map",
     "copy_from_device",
     "copy_to_device",
     "driver_api",
@@ -165,6 +166,17 @@ def block_map(
     block = 128 // element_bytes
     sizes = (block, rows, columns // block)
     return _tensor_map(address, sizes, (columns * element_bytes, 128), (block, *box), element_bytes)
+
+
+def chunk_map(address: int, *, nbytes: int, distance: int) -> bytes:
+    """A 5D map of chunks of 4 KiB, as 32 rows each, whose boxes are four chunks: 128 bytes.
+
+    The box at ``(0, 0, 0, 0, i)`` is chunks i, i + d, i + 4 and i + 4 + d, in this order, d being
+    ``distance``.
+    """
+    sizes = (128, 32, 2, 2, nbytes // 4096)
+    strides = (128, distance * 4096, 4 * 4096, 4096)
+    return _tensor_map(address, sizes, strides, (128, 32, 2, 2, 1), 1)
 
 
 def _tensor_map(

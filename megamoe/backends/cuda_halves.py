@@ -19,12 +19,12 @@ from megamoe import jit, native
 from megamoe.backends.cuda_build import MOST_SMS
 from megamoe.backends.cuda_driver import Kernel, Module
 
-__all__ = ["HalvesParams", "compile_probe", "near_half", "split_halves", "words_of"]
+__all__ = ["WHOLE_SM", "HalvesParams", "compile_probe", "near_half", "split_halves", "words_of"]
 
 _LINES, _REPEATS = 96, 10
 _STRIDE: Final = 3104
 """Words from line to line: 12 KiB and a line more. Neighbouring pages lie in either half."""
-_WHOLE_SM: Final = 200 * 1024
+WHOLE_SM: Final = 200 * 1024
 """Bytes of shared memory of which only one CTA has room on an SM."""
 _LEAST_ALIKE: Final = 0.75
 """Correlation of SMs' cycles; 0.92 where halves were measured (H200), below 0.6 with loads."""
@@ -46,7 +46,7 @@ class HalvesParams(ctypes.Structure):
 
 
 def compile_probe() -> jit.Cubin:
-    """The kernel that measures. Needs no GPU."""
+    """The kernels that measure. Needs no GPU."""
     return jit.compile_cubin("moe/halves.cu", {})
 
 
@@ -117,7 +117,7 @@ def _measured(device: torch.device) -> list[bool] | None:
     assert cubin.constant("megamoe_halves_param_bytes") == ctypes.sizeof(HalvesParams)
     # Cooperative: all CTAs at once, so every SM has one.
     kernel = Kernel(
-        Module(cubin.image), "megamoe_halves", threads=32, shared_bytes=_WHOLE_SM, cooperative=True
+        Module(cubin.image), "megamoe_halves", threads=32, shared_bytes=WHOLE_SM, cooperative=True
     )
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     words = torch.zeros(_LINES * _STRIDE, dtype=torch.int32, device=device)

@@ -1,8 +1,9 @@
 """Weights in the kernel's layout: tiles of 256 rows, blocks of 128 bytes of K, rows permuted.
 
-A tile is contiguous, ``[K blocks][256 rows][128 bytes]``, so that one bulk copy of 32 KB moves a
-block of it. The permutations give a thread neighbouring output columns (``csrc/moe/linear1.cuh``,
-``linear2.cuh``). Shape legend: H hidden, I intermediate.
+Plain, a tile is contiguous, ``[K blocks][256 rows][128 bytes]``, so that one bulk copy of 32 KB
+moves a block of it. Placed, blocks of two tiles share 64 KB: ``place_tiles``. The permutations give
+a thread neighbouring output columns (``csrc/moe/linear1.cuh``, ``linear2.cuh``). Shape legend:
+H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from torch import Tensor
 from megamoe.spec import GROUP
 
 __all__ = [
+    "CHUNKS_A",
+    "CHUNKS_B",
     "TILE_N",
+    "WINDOW_BYTES",
     "num_tiles",
     "pack_scale",
     "pack_weight",
+    "place_tiles",
     "rows_linear1",
     "rows_linear2",
     "scale_floats",
 ]
 
 TILE_N = 256
+WINDOW_BYTES = 65536
+CHUNKS_A = (0, 3, 4, 7, 9, 10, 13, 14)
+CHUNKS_B = (1, 2, 5, 6, 8, 11, 12, 15)
+"""Chunks of 4 KiB of an aligned window that belong to one half of L2, and to the other (H200)."""
 _BLOCK_BYTES = 128
 
 
@@ -70,6 +79,27 @@ def pack_weight(weight: Tensor, rows: Tensor, out: Tensor) -> None:
         stored[rows < 0] = 0
     tiles, blocks = out.shape[:2]
     out.copy_(stored.view(tiles, TILE_N, blocks, _BLOCK_BYTES).transpose(1, 2))
+
+
+def place_tiles(tiles: Tensor, swapped: Tensor, out: Tensor) -> None:
+    """Writes plain tiles so that each block lies in chunks of one half of L2.
+
+    Window ``(j, kb)`` of ``out``, its 64 KiB number ``j * K blocks + kb``, holds block kb of the
+    tiles 2j and 2j + 1: the first in ``CHUNKS_A`` and the second in ``CHUNKS_B``, or the other way
+    round. The rows of a tile's block fill its chunks in their order, 32 rows each.
+
+    Args:
+        tiles: uint8 ``[tiles, K blocks, 256, 128]``, an even number of tiles.
+        swapped: bool ``[tiles / 2, K blocks]``: the first tile of the pair is in ``CHUNKS_B``.
+        out: as ``tiles``, contiguous; not the same memory.
+    """
+    pairs, blocks = swapped.shape
+    chunks = tiles.contiguous().view(torch.int64).view(pairs, 2, blocks, 8, 512)
+    first, second = chunks[:, 0], chunks[:, 1]
+    windows = out.view(torch.int64).view(pairs, blocks, 16, 512)
+    swap = swapped[:, :, None, None]
+    windows[:, :, list(CHUNKS_A)] = torch.where(swap, second, first)
+    windows[:, :, list(CHUNKS_B)] = torch.where(swap, first, second)
 
 
 def scale_floats(k: int) -> int:

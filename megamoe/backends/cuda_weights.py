@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from megamoe.backends.cuda_pack import (
     TILE_N,
+    WINDOW_BYTES,
     num_tiles,
     pack_scale,
     pack_weight,
+    place_tiles,
     rows_linear1,
     rows_linear2,
     scale_floats,
 )
+from megamoe.backends.cuda_placing import placed_words
 from megamoe.errors import MegaMoeError
 from megamoe.spec import GROUP, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree
@@ -27,7 +32,9 @@ class DeviceWeights:
     """Room for a rank's experts, taken when it is made.
 
     Attributes:
-        tiles: of W1 and W2, uint8 ``[experts, tiles, K blocks, 256, 128]``.
+        tiles: of W1 and W2, uint8 ``[experts, tiles, K blocks, 256, 128]``, aligned to 64 KiB.
+        words: of W1 and W2, what the kernel is told about placed tiles (``placed_words``); None for
+            plain ones.
         scales: of W1 and W2, FP32 ``[experts, tiles, floats of a tile]``; zero until loaded.
         missing: experts that are not loaded yet.
     """
@@ -44,10 +51,20 @@ class DeviceWeights:
         sizes = ((spec.inter // GROUP, spec.hidden), (num_tiles(spec.hidden), spec.inter))
         blocks = [(local, tiles, k * element // 128, TILE_N, 128) for tiles, k in sizes]
         floats = [(local, tiles, scale_floats(k)) for tiles, k in sizes]
-        self.tiles = [torch.empty(size, dtype=torch.uint8, device=device) for size in blocks]
+        self.tiles = [_aligned(size, device) for size in blocks]
+        self.words: list[Tensor] | None = None
+        self._swapped: list[Tensor] | None = None
         self.scales = [torch.zeros(size, device=device) for size in floats]
         self._rows = [rows_linear1(spec.inter).to(device), rows_linear2(spec.hidden).to(device)]
         self.missing = set(range(local))
+
+    def place(self, swapped: list[Tensor]) -> None:
+        """From now on experts are placed, as this memory wants it; before any is loaded.
+
+        Args:
+            swapped: of W1 and W2 (``cuda_placing.find_swapped``).
+        """
+        self._swapped, self.words = swapped, [placed_words(s) for s in swapped]
 
     def take(self, expert: ExpertWeights) -> None:
         """Packs an expert; its tensors may be freed afterwards.
@@ -58,7 +75,11 @@ class DeviceWeights:
         check_expert(self._spec, expert, self._num_ranks)
         pairs = ((expert.w1, expert.w1_scale), (expert.w2, expert.w2_scale))
         for i, (weight, scale) in enumerate(pairs):
-            pack_weight(weight.to(self._device), self._rows[i], self.tiles[i][expert.index])
+            room = self.tiles[i][expert.index]
+            plain = room if self._swapped is None else torch.empty_like(room)
+            pack_weight(weight.to(self._device), self._rows[i], plain)
+            if self._swapped is not None:
+                place_tiles(plain, self._swapped[i][expert.index], room)
             if scale is not None:
                 on_device = scale.to(self._device)
                 pack_scale(on_device, self.scales[i][expert.index], linear1=i == 0)
@@ -67,6 +88,15 @@ class DeviceWeights:
     def free(self) -> None:
         """Gives the memory back."""
         self.tiles, self.scales = [], []
+        self.words = self._swapped = None
+
+
+def _aligned(size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bytes that begin where a window does."""
+    nbytes = math.prod(size)
+    room = torch.empty(nbytes + WINDOW_BYTES, dtype=torch.uint8, device=device)
+    first = -room.data_ptr() % WINDOW_BYTES
+    return room[first : first + nbytes].view(size)
 
 
 def allocate_weights(

@@ -9,6 +9,7 @@ import pytest
 
 from megamoe.backends.cuda_build import check_params, compile_moe
 from megamoe.backends.cuda_halves import HalvesParams, compile_probe
+from megamoe.backends.cuda_placing import ChunksParams
 from megamoe.spec import MODELS, MoESpec
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -80,7 +81,10 @@ def test_shapes_that_have_one_stream_of_tickets(hidden, inter):
     assert cubin.constant("megamoe_moe_most_streams") == 1
 
 
-def test_the_probe_of_halves_compiles_and_agrees_on_its_parameters():
+def test_the_probes_of_halves_compile_and_agree_on_their_parameters():
     cubin = compile_probe()
-    assert cubin.resources()["megamoe_halves"].spill_stores == 0
+    for kernel in cubin.resources().values():
+        assert kernel.spill_stores == 0, kernel
+    assert set(cubin.resources()) == {"megamoe_halves", "megamoe_chunks"}
     assert cubin.constant("megamoe_halves_param_bytes") == sizeof(HalvesParams)
+    assert cubin.constant("megamoe_chunks_param_bytes") == sizeof(ChunksParams)
