@@ -13,7 +13,7 @@ namespace megamoe::moe {
 
 inline constexpr uint32_t kMostKBlocks = kKBlocks1 > kKBlocks2 ? kKBlocks1 : kKBlocks2;
 inline constexpr uint32_t kWindowChunks = 16;
-// Blocks of a word of MoEParams::placed.
+// Blocks of a word of MoEParams::placed, where every tile has one for the block behind its last.
 inline constexpr uint32_t kWordBlocks = 64;
 
 MEGAMOE_DEVICE bool weights_are_placed(const MoEParams& p) {
@@ -36,9 +36,10 @@ class WeightTile {
         const uint32_t num_blocks = k_blocks(kind);
         if (placed_) {
             const uint64_t* words = p.placed[kind == TileKind::kLinear1 ? 0 : 1];
-            words_ = words + index * ceil_div(num_blocks, kWordBlocks);
+            words_ = words + index * (num_blocks / kWordBlocks + 1);
             bits_ = __ldg(words_);
             at_ = int32_t(index / 2 * num_blocks * kWindowChunks);
+            aim(0);
         } else {
             at_ = int32_t(index * num_blocks * kTileN);
         }
@@ -49,22 +50,32 @@ class WeightTile {
             at_ += kTileN;
             return;
         }
+        ptx::tma_load_chunks(stage, *next_map_[0], next_chunk_[0], full);
+        ptx::tma_load_chunks(stage + kTileN / 2 * kBlockBytes, *next_map_[1], next_chunk_[1], full);
+        at_ += kWindowChunks;
+        aim(kb + 1);
+    }
+
+  private:
+    // Works out what the load of a block needs, before its stage is free.
+    MEGAMOE_DEVICE void aim(uint32_t kb) {
         if (kMostKBlocks > kWordBlocks && kb != 0 && kb % kWordBlocks == 0) bits_ = __ldg(++words_);
         // A is 0, 3, 4, 7 by the first map, and from 9 by the second; B from 1 by the second, and
         // 8, 11, 12, 15 by the first.
         const uint32_t in_b = uint32_t(bits_) & 1;
-        ptx::tma_load_chunks(stage, maps_[in_b], at_ + int32_t(in_b), full);
-        ptx::tma_load_chunks(stage + kTileN / 2 * kBlockBytes, maps_[in_b ^ 1],
-                             at_ + 9 - int32_t(in_b), full);
         bits_ >>= 1;
-        at_ += kWindowChunks;
+        next_map_[0] = maps_ + in_b;
+        next_map_[1] = maps_ + (in_b ^ 1);
+        next_chunk_[0] = at_ + int32_t(in_b);
+        next_chunk_[1] = at_ + 9 - int32_t(in_b);
     }
 
-  private:
     const bool placed_;
     const TensorMap* const maps_;
     const uint64_t* words_ = nullptr;
     uint64_t bits_ = 0;
+    const TensorMap* next_map_[2] = {};
+    int32_t next_chunk_[2] = {};
     int32_t at_;  // plain: row of the map; placed: chunk
 };
 

@@ -104,11 +104,12 @@ def placed_words(swapped: Tensor) -> Tensor:
         swapped: bool ``[experts, tiles / 2, K blocks]``.
 
     Returns:
-        int64 ``[experts, tiles, words]``: bit ``kb % 64`` of word ``kb // 64``.
+        int64 ``[experts, tiles, words]``: bit ``kb % 64`` of word ``kb // 64``. The block behind the
+            last one has a bit, too: the kernel looks ahead.
     """
     experts, pairs, blocks = swapped.shape
     in_b = torch.stack((swapped, ~swapped), dim=2).view(experts, 2 * pairs, blocks)
-    words = -(-blocks // _WORD_BLOCKS)
+    words = blocks // _WORD_BLOCKS + 1
     padded = in_b.new_zeros(experts, 2 * pairs, words * _WORD_BLOCKS)
     padded[:, :, :blocks] = in_b
     place = torch.arange(_WORD_BLOCKS, device=swapped.device)

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from megamoe.backends.cuda import CudaSession
-from megamoe.backends.cuda_halves import _measured
+from megamoe.backends.cuda_halves import _measured, words_of
+from megamoe.backends.cuda_placing import find_swapped
+from megamoe.backends.cuda_weights import _aligned
 from megamoe.errors import PeerTimeout
 from megamoe.layer import open_layer
 from megamoe.spec import MoESpec
+from megamoe.weights import random_experts
 from tests.cases import Case, cases
 from tests.compare import assert_bitwise, assert_matches_oracle
 from tests.gpu.moe_runs import BIG, LARGE, MINIMUM, bits, by_name, gpu, opened, run_case
@@ -259,7 +262,7 @@ def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch
     spec = MoESpec(hidden=1024, inter=768, num_experts=16, topk=4, weight_dtype=weight_dtype)
     case = Case("streams", spec, (400,), "zipf:1.2")
     x, ids, weight = (gpu(v) for v in case.inputs(0))
-    found, streams = {}, {}
+    found, streams, placed = {}, {}, {}
     for name, asked, rings, workers in (
         ("one", "1", 0, 0),
         ("two", "", 0, 0),
@@ -279,16 +282,75 @@ def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch
         with open_layer(spec, config, backend="cuda") as layer:
             layer.load_weights(case.experts(0))
             streams[name] = layer._session.num_streams
+            placed[name] = layer._session.placed
             found[name] = [
                 layer.run(x[:n], ids[:n], weight[:n]).cpu() for n in (400, 3, 0, 37, 400, 1)
             ]
     if _measured(torch.device("cuda", torch.cuda.current_device())) is None:
         pytest.skip("this GPU's SMs show no halves of L2")
     assert streams == {"one": 1, "two": 2, "two, short rings": 2, "few CTAs": 1}
+    two = _has_the_pattern()
+    assert placed == {"one": False, "two": two, "two, short rings": two, "few CTAs": False}
     assert_matches_oracle(found["one"][0], case.expected()[0], spec, case.name, bits(spec))
     for name, outputs in found.items():
         for call, (y, want) in enumerate(zip(outputs, found["one"], strict=True)):
             assert_bitwise(y, want, f"{name}, call {call}")
+
+
+def _has_the_pattern() -> bool:
+    """Whether this GPU's memory belongs to halves of L2 as an H200's; an H200's must."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    halves = _measured(device)
+    if halves is None:
+        return False
+    tiles = _aligned((1, 2, 2048, 256, 128), device)
+    found = find_swapped([tiles], words_of(halves)) is not None
+    assert found or "H200" not in torch.cuda.get_device_name(device)
+    return found
+
+
+@pytest.mark.parametrize(("hidden", "weight_dtype"), [(896, "fp8"), (4480, "bf16")])
+def test_placed_weights_change_no_bit(hidden, weight_dtype, monkeypatch):
+    """Loaded in any order, and again; half a tile at the end; one word of bits for K and two."""
+    spec = MoESpec(
+        hidden=hidden, inter=768, num_experts=8, topk=2, num_shared=1, weight_dtype=weight_dtype
+    )
+    case = Case("placed", spec, (400,), "zipf:1.2")
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    config = replace(BIG, block_m=128, wave_blocks=2, timeout_s=5)
+    found, placed = {}, {}
+    for asked in ("1", ""):
+        monkeypatch.setenv("MEGAMOE_STREAMS", asked)
+        with open_layer(spec, config, backend="cuda") as layer:
+            layer.load_weights(random_experts(spec, 0, 1, seed=77))
+            other = layer.run(x, ids, weight).cpu()
+            experts = list(case.experts(0))
+            layer.load_weights(experts[::-2])
+            layer.load_weights(experts[-2::-2])
+            found[asked] = other, layer.run(x, ids, weight).cpu()
+            placed[asked] = layer._session.placed
+    if hidden < 1024:
+        assert_matches_oracle(found["1"][1], case.expected()[0], spec, case.name, bits(spec))
+    for y, want, what in zip(found[""], found["1"], ("first", "second"), strict=True):
+        assert_bitwise(y, want, f"the {what} weights")
+    assert placed == {"1": False, "": _has_the_pattern()}
+
+
+def test_measuring_memory_leaves_it_as_it_is():
+    device = torch.device("cuda", torch.cuda.current_device())
+    halves = _measured(device)
+    if halves is None:
+        pytest.skip("this GPU's SMs show no halves of L2")
+    shape = (2, 4, 56, 256, 128)
+    tiles = _aligned(shape, device).random_(0, 256)
+    before = tiles.clone()
+    first, second = (find_swapped([tiles], words_of(halves)) for _ in range(2))
+    assert torch.equal(tiles, before)
+    if first is not None:
+        assert second is not None
+        assert first[0].shape == (2, 2, 56)
+        share = (first[0] == second[0]).double().mean()
+        assert share > 0.99, f"windows that were measured alike: {share}"
 
 
 def kernels(work) -> Counter:

@@ -94,7 +94,7 @@ def test_the_kernels_loads_find_every_block(hidden, inter, dtype, maps):
     ):
         experts, columns, blocks = of_plain.shape[:3]
         first, second = pair_of(of_placed, maps)
-        assert words.shape == (experts, columns, -(-blocks // 64))
+        assert words.shape == (experts, columns, blocks // 64 + 1)
         told = words.numpy().view(np.uint64).reshape(experts * columns, -1)
         want = of_plain.numpy().reshape(experts * columns, blocks, TILE_N, 128)
         memory = of_placed.numpy().reshape(-1)
@@ -143,6 +143,13 @@ def test_bits_of_blocks():
     assert words.tolist() == [
         [[1 | 1 << 5 | 1 << 63, 0x21], [~(1 | 1 << 5 | 1 << 63) % 2**64, 0x1E]]
     ]
+
+
+def test_the_block_behind_the_last_has_a_bit():
+    """The kernel looks ahead, and never past the table."""
+    words = placed_words(torch.ones(2, 3, 64, dtype=torch.bool))
+    assert words.shape == (2, 6, 2)
+    assert words[0].tolist() == [[-1, 0], [0, 0]] * 3
 
 
 def test_the_kernel_has_room_for_its_maps():
