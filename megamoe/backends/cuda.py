@@ -111,9 +111,7 @@ class CudaSession:
             self._shape, self._device, cubin.constant("megamoe_moe_most_streams")
         )
         if self._near is not None:
-            swapped = find_swapped(self._weights.tiles, self._near)
-            if swapped is not None:
-                self._weights.place(swapped)
+            self._weights.place(find_swapped(self._weights.tiles, self._near))
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
         self._own_storage = self._window.local.untyped_storage().data_ptr()

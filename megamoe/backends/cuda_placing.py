@@ -104,8 +104,8 @@ def placed_words(swapped: Tensor) -> Tensor:
         swapped: bool ``[experts, tiles / 2, K blocks]``.
 
     Returns:
-        int64 ``[experts, tiles, words]``: bit ``kb % 64`` of word ``kb // 64``. The block behind the
-            last one has a bit, too: the kernel looks ahead.
+        int64 ``[experts, tiles, words]``: bit ``kb % 64`` of word ``kb // 64``. There is a bit for
+            the block behind the last one: the kernel looks ahead.
     """
     experts, pairs, blocks = swapped.shape
     in_b = torch.stack((swapped, ~swapped), dim=2).view(experts, 2 * pairs, blocks)

@@ -58,13 +58,14 @@ class DeviceWeights:
         self._rows = [rows_linear1(spec.inter).to(device), rows_linear2(spec.hidden).to(device)]
         self.missing = set(range(local))
 
-    def place(self, swapped: list[Tensor]) -> None:
+    def place(self, swapped: list[Tensor] | None) -> None:
         """From now on experts are placed, as this memory wants it; before any is loaded.
 
         Args:
-            swapped: of W1 and W2 (``cuda_placing.find_swapped``).
+            swapped: of W1 and W2 (``cuda_placing.find_swapped``); None for plain tiles.
         """
-        self._swapped, self.words = swapped, [placed_words(s) for s in swapped]
+        self._swapped = swapped
+        self.words = None if swapped is None else [placed_words(s) for s in swapped]
 
     def take(self, expert: ExpertWeights) -> None:
         """Packs an expert; its tensors may be freed afterwards.
