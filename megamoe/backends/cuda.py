@@ -106,10 +106,11 @@ class CudaSession:
             cooperative=not sharing,
         )
         self._staged: tuple[Tensor, Tensor | None] | None = None
-        self._weights = allocate_weights(spec, self.config.num_ranks, self._device, rendezvous)
+        # Before weights take the memory: the probe is loaded now.
         self._near = near_half(
             self._shape, self._device, cubin.constant("megamoe_moe_most_streams")
         )
+        self._weights = allocate_weights(spec, self.config.num_ranks, self._device, rendezvous)
         if self._near is not None:
             self._weights.place(find_swapped(self._weights.tiles, self._near))
         self._params = self._make_params(cubin)

@@ -56,7 +56,7 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 
 
 class Module:
-    """A loaded cubin; unloaded when it is garbage."""
+    """A loaded cubin. It stays loaded as long as the process lives."""
 
     def __init__(self, image: bytes) -> None:
         from cuda.bindings import runtime

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import cache
 from typing import Final
 
@@ -19,7 +20,15 @@ from megamoe import jit, native
 from megamoe.backends.cuda_build import MOST_SMS
 from megamoe.backends.cuda_driver import Kernel, Module
 
-__all__ = ["WHOLE_SM", "HalvesParams", "compile_probe", "near_half", "split_halves", "words_of"]
+__all__ = [
+    "WHOLE_SM",
+    "HalvesParams",
+    "compile_probe",
+    "load_probe",
+    "near_half",
+    "split_halves",
+    "words_of",
+]
 
 _LINES, _REPEATS = 96, 10
 _STRIDE: Final = 3104
@@ -50,12 +59,19 @@ def compile_probe() -> jit.Cubin:
     return jit.compile_cubin("moe/halves.cu", {})
 
 
+@cache
+def load_probe(device: torch.device) -> Module:
+    """The same on the current device, ``device``: loaded once, as modules stay where they are."""
+    return Module(compile_probe().image)
+
+
 def near_half(shape: native.MoEShape, device: torch.device, most_streams: int) -> list[int] | None:
     """For two streams of tickets, which SMs take the second one's; None for one stream.
 
     Two need waves that share weights, a CTA on every SM (a stream without any would not be worked
     off), and halves of L2 that are equally near to equally many SMs. ``MEGAMOE_STREAMS=1`` wants
-    one. Measures at a process's first call that could have two, on the current stream.
+    one, and so does a GPU without memory to measure with. Measures once a process and device, on
+    the current stream: what is not clear then, on a busy GPU say, stays one stream.
 
     Args:
         shape: of the layer.
@@ -77,7 +93,9 @@ def near_half(shape: native.MoEShape, device: torch.device, most_streams: int) -
         or os.environ.get("MEGAMOE_STREAMS") == "1"
     ):
         return None
-    halves = _measured(device)
+    halves: list[bool] | None = None
+    with suppress(torch.OutOfMemoryError):
+        halves = _measured(device)
     return None if halves is None else words_of(halves)
 
 
@@ -96,7 +114,7 @@ def split_halves(cycles: Tensor) -> list[bool] | None:
         cycles: ``[SMs, lines]``, the fewest that an atomic took; 0 where not measured.
 
     Returns:
-        By SM, whether it belongs to the other half than SM 0.
+        By SM, whether it belongs to the other half than SM 0; None if it is not clear.
     """
     if not (cycles > 0).all():
         return None
@@ -113,11 +131,10 @@ def split_halves(cycles: Tensor) -> list[bool] | None:
 
 @cache
 def _measured(device: torch.device) -> list[bool] | None:
-    cubin = compile_probe()
-    assert cubin.constant("megamoe_halves_param_bytes") == ctypes.sizeof(HalvesParams)
+    assert compile_probe().constant("megamoe_halves_param_bytes") == ctypes.sizeof(HalvesParams)
     # Cooperative: all CTAs at once, so every SM has one.
     kernel = Kernel(
-        Module(cubin.image), "megamoe_halves", threads=32, shared_bytes=WHOLE_SM, cooperative=True
+        load_probe(device), "megamoe_halves", threads=32, shared_bytes=WHOLE_SM, cooperative=True
     )
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     words = torch.zeros(_LINES * _STRIDE, dtype=torch.int32, device=device)

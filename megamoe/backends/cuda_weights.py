@@ -64,8 +64,8 @@ class DeviceWeights:
         Args:
             swapped: of W1 and W2 (``cuda_placing.find_swapped``); None for plain tiles.
         """
-        self._swapped = swapped
         self.words = None if swapped is None else [placed_words(s) for s in swapped]
+        self._swapped = swapped
 
     def take(self, expert: ExpertWeights) -> None:
         """Packs an expert; its tensors may be freed afterwards.

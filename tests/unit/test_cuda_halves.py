@@ -115,6 +115,14 @@ def test_when_there_are_two_streams(of_132_sms, monkeypatch):
     assert near_half(shape(), of_132_sms, 2) is None
 
 
+def test_without_memory_to_measure_with_there_is_one(of_132_sms, monkeypatch):
+    def full(_: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(cuda_halves, "_measured", full)
+    assert near_half(shape(), of_132_sms, 2) is None
+
+
 def test_where_there_cannot_be_two_nothing_is_measured(of_132_sms, monkeypatch):
     def never(_: torch.device) -> None:
         raise AssertionError("measured")
@@ -152,7 +160,7 @@ def test_a_device_is_measured_once(monkeypatch):
     found = SimpleNamespace(multi_processor_count=132)
     monkeypatch.delenv("MEGAMOE_STREAMS", raising=False)
     monkeypatch.setattr(cuda_halves, "compile_probe", lambda: cubin)
-    monkeypatch.setattr(cuda_halves, "Module", lambda _: None)
+    monkeypatch.setattr(cuda_halves, "load_probe", lambda _: None)
     monkeypatch.setattr(cuda_halves, "Kernel", FakeKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)

@@ -235,15 +235,19 @@ class FakeKernel:
         ctypes.memmove(params.half, half.data_ptr(), half.nbytes)
 
 
-@pytest.mark.parametrize("shift", [0, 3])
-def test_each_window_of_the_weights_is_measured(shift, monkeypatch):
+@pytest.fixture
+def fake_kernel(monkeypatch):
     cubin = SimpleNamespace(image=b"", constant=lambda _: ctypes.sizeof(ChunksParams))
     monkeypatch.setattr(cuda_placing, "compile_probe", lambda: cubin)
-    monkeypatch.setattr(cuda_placing, "Module", lambda _: None)
+    monkeypatch.setattr(cuda_placing, "load_probe", lambda _: None)
     monkeypatch.setattr(cuda_placing, "Kernel", FakeKernel)
     found = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_each_window_of_the_weights_is_measured(shift, fake_kernel):
     held = DeviceWeights(MoESpec(hidden=1024, inter=768, num_experts=4, topk=2), 1, CPU)
     sizes = [(4, 3, 8), (4, 2, 6)]
     bits = [random_bits(int(np.prod(size))) for size in sizes]
@@ -256,3 +260,20 @@ def test_each_window_of_the_weights_is_measured(shift, monkeypatch):
     for of_linear, size, want in zip(swapped, sizes, bits, strict=True):
         assert of_linear.shape == size
         assert torch.equal(of_linear.flatten(), want)
+
+
+def test_without_memory_to_measure_with_tiles_are_plain(fake_kernel, monkeypatch):
+    """Only the second Linear's do not fit, so there is something to throw away."""
+    held = DeviceWeights(MoESpec(hidden=1024, inter=768, num_experts=4, topk=2), 1, CPU)
+    FakeKernel.bits, FakeKernel.shift = [random_bits(4 * 3 * 8), random_bits(4 * 2 * 6)], 0
+    calls = []
+
+    def full(*of):
+        calls.append(of)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return swapped_windows(*of)
+
+    monkeypatch.setattr(cuda_placing, "swapped_windows", full)
+    assert find_swapped(held.tiles, [1, 2, 3, 4, 5, 6]) is None
+    assert len(calls) == 2
