@@ -84,15 +84,10 @@ MEGAMOE_DEVICE void run_part(const Task& t) {
 }
 
 // Stamps of a traced build; the bodies note `kLoaded` and `kSummed` themselves.
-MEGAMOE_DEVICE uint32_t sm_id() {
-    uint32_t id;
-    asm volatile("mov.u32 %0, %smid;" : "=r"(id));
-    return id;
-}
 MEGAMOE_DEVICE void stamp(const CmpParams& p, Stamp what) {
 #ifdef MEGAMOE_ATTENTION_TRACE
     p.stamps[cta_number() * uint32_t(Stamp::kCount) + uint32_t(what)] =
-        what == Stamp::kPublished ? sm_id() : ptx::now_ns();
+        what == Stamp::kPublished ? ptx::sm_id() : ptx::now_ns();
 #endif
 }
 
