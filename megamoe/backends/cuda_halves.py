@@ -70,7 +70,8 @@ def near_half(shape: native.MoEShape, device: torch.device, most_streams: int) -
 
     Two need waves that share weights, a CTA on every SM (a stream without any would not be worked
     off), and halves of L2 that are equally near to equally many SMs. ``MEGAMOE_STREAMS=1`` wants
-    one, and so does a GPU without memory to measure with. Measures once a process and device, on
+    one, and so do a GPU without memory to measure with and a share of a GPU by MPS, whose SMs may be
+    others in another launch. Measures once a process and device, on
     the current stream: what is not clear then, on a busy GPU say, stays one stream.
 
     Args:
@@ -91,6 +92,7 @@ def near_half(shape: native.MoEShape, device: torch.device, most_streams: int) -
         or shape.num_units != num_sms
         or num_sms > MOST_SMS
         or os.environ.get("MEGAMOE_STREAMS") == "1"
+        or "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ
     ):
         return None
     halves: list[bool] | None = None

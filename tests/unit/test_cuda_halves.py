@@ -106,6 +106,7 @@ def of_132_sms(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(cuda_halves, "_measured", lambda _: SIDE)
     monkeypatch.delenv("MEGAMOE_STREAMS", raising=False)
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     return device
 
 
@@ -131,8 +132,10 @@ def test_where_there_cannot_be_two_nothing_is_measured(of_132_sms, monkeypatch):
     assert near_half(shape(), of_132_sms, 1) is None
     assert near_half(shape(units=131), of_132_sms, 2) is None
     assert near_half(shape(wave=1), of_132_sms, 2) is None
-    monkeypatch.setenv("MEGAMOE_STREAMS", "1")
-    assert near_half(shape(), of_132_sms, 2) is None
+    for name, value in (("MEGAMOE_STREAMS", "1"), ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")):
+        with monkeypatch.context() as other:
+            other.setenv(name, value)
+            assert near_half(shape(), of_132_sms, 2) is None, name
 
 
 class FakeKernel:
@@ -159,6 +162,7 @@ def test_a_device_is_measured_once(monkeypatch):
     stream = SimpleNamespace(cuda_stream=0)
     found = SimpleNamespace(multi_processor_count=132)
     monkeypatch.delenv("MEGAMOE_STREAMS", raising=False)
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     monkeypatch.setattr(cuda_halves, "compile_probe", lambda: cubin)
     monkeypatch.setattr(cuda_halves, "load_probe", lambda _: None)
     monkeypatch.setattr(cuda_halves, "Kernel", FakeKernel)
