@@ -70,9 +70,9 @@ def near_half(shape: native.MoEShape, device: torch.device, most_streams: int) -
 
     Two need waves that share weights, a CTA on every SM (a stream without any would not be worked
     off), and halves of L2 that are equally near to equally many SMs. ``MEGAMOE_STREAMS=1`` wants
-    one, and so do a GPU without memory to measure with and a share of a GPU by MPS, whose SMs may be
-    others in another launch. Measures once a process and device, on
-    the current stream: what is not clear then, on a busy GPU say, stays one stream.
+    one, and so do a GPU without memory to measure with and a share of a GPU by MPS, whose SMs may
+    be others in another launch. Measures once a process and device, on the current stream: what is
+    not clear then, on a busy GPU say, stays one stream.
 
     Args:
         shape: of the layer.
