@@ -6,6 +6,7 @@ the same module with the same options; there it finds itself a rank (``in_group`
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import sys
@@ -249,6 +250,7 @@ def run_in_group(
         return work(group, group.together(lambda: options(group.num_ranks, group.device)))
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        faulthandler.enable()  # an abort inside a library says what the rank was at
         size = int(os.environ["WORLD_SIZE"])
         with errors_to_exit(debug=debug, rank=int(os.environ["RANK"])):
             if ranks not in (None, size):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGKILL: ranks inside a call do not keep the command, nor outlive it."""
+"""Ctrl-C and fatal signals: ranks inside a call do not keep the command, nor outlive it."""
 
 from __future__ import annotations
 
@@ -119,3 +119,31 @@ def test_ranks_end_with_the_command_and_say_nothing(how, tmp_path):
             os.kill(pid, signal.SIGKILL)
     assert "Traceback" not in said.read_text()
     assert "Error" not in said.read_text()
+
+
+@pytest.mark.multirank
+def test_a_rank_that_aborts_says_where_it_was(tmp_path):
+    said, out = tmp_path / "stderr", tmp_path / "stress.json"
+    args = ["-m", "launcher.stress", "--ranks", "2", "--soak", "50", *SMALL, "--output", str(out)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    with said.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *args, "--rounds", "100"],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
+        )
+    ranks = []
+    try:
+        assert _within(60, out.exists), said.read_text()
+        ranks = _ranks(process.pid, str(out))
+        os.kill(ranks[0], signal.SIGABRT)
+        process.wait(60)
+    finally:
+        for pid in filter(_runs, (process.pid, *ranks)):
+            os.kill(pid, signal.SIGKILL)
+    text = said.read_text()
+    assert "Fatal Python error: Aborted" in text, text
+    assert "was ended by signal 6" in text, text
+    assert process.returncode == 2, text
