@@ -27,21 +27,26 @@ def _interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("more", [[], ["--threads"]], ids=["processes", "threads"])
-def test_a_rank_that_waits_inside_a_call_does_not_keep_the_command(more, tmp_path):
-    args = ["-m", "launcher.stress", "--ranks", "2", "--soak", "2", "--timeout", "60", *SMALL]
+def _soak(said, out, *more):
+    """Starts a soak of two ranks, in a process group of its own, as a shell gives it."""
+    args = ["-m", "launcher.stress", "--ranks", "2", *SMALL, *more, "--output", str(out)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    out = tmp_path / "stress.json"
-    said = tmp_path / "stderr"
     with said.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *args, *more, "--rounds", "2", "--misses", "1", "--output", str(out)],
+        return subprocess.Popen(
+            [sys.executable, *args],
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             env=environment,
-            start_new_session=True,  # a group of its own, as a shell gives it
+            start_new_session=True,
         )
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("more", [[], ["--threads"]], ids=["processes", "threads"])
+def test_a_rank_that_waits_inside_a_call_does_not_keep_the_command(more, tmp_path):
+    said, out = tmp_path / "stderr", tmp_path / "stress.json"
+    parts = ("--soak", "2", "--rounds", "2", "--misses", "1")
+    process = _soak(said, out, *parts, "--timeout", "60", *more)
     try:
         deadline = time.monotonic() + 90
         while not out.exists():  # the first round is not over
@@ -93,16 +98,7 @@ def _within(seconds, holds):
 def test_ranks_end_with_the_command_and_say_nothing(how, tmp_path):
     """Interrupted, while the ranks import; killed, while they work."""
     said, out = tmp_path / "stderr", tmp_path / "stress.json"
-    args = ["-m", "launcher.stress", "--ranks", "2", "--soak", "50", *SMALL, "--output", str(out)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    with said.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *args, "--rounds", "100"],
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+    process = _soak(said, out, "--soak", "50", "--rounds", "100")
     ranks = []
     try:
         assert _within(60, lambda: len(_ranks(process.pid, str(out))) == 2), said.read_text()
@@ -124,16 +120,7 @@ def test_ranks_end_with_the_command_and_say_nothing(how, tmp_path):
 @pytest.mark.multirank
 def test_a_rank_that_aborts_says_where_it_was(tmp_path):
     said, out = tmp_path / "stderr", tmp_path / "stress.json"
-    args = ["-m", "launcher.stress", "--ranks", "2", "--soak", "50", *SMALL, "--output", str(out)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    with said.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *args, "--rounds", "100"],
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
+    process = _soak(said, out, "--soak", "50", "--rounds", "100")
     ranks = []
     try:
         assert _within(60, out.exists), said.read_text()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.host_cpp import ROOT, run_program
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +19,9 @@ def lister() -> str:
 
 
 def run(lister: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    assert compiler, "a C++ compiler is part of every set-up"
-    program, part = folder / "listing_test", folder / "route_lister.inc"
+    part = folder / "route_lister.inc"
     part.write_text(lister)
-    source = str(ROOT / "tests" / "cpp" / "listing_test.cpp")
-    flags = ("-std=c++20", "-O1", "-pthread", f'-DROUTE_LISTER="{part}"')
-    subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=100)
-    return subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+    return run_program("listing_test", folder, "-pthread", f'-DROUTE_LISTER="{part}"')
 
 
 def test_lists_are_in_order(lister, tmp_path):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.host_cpp import ROOT, run_program
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +19,9 @@ def tickets() -> str:
 
 
 def run(tickets: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    assert compiler, "a C++ compiler is part of every set-up"
-    program, part = folder / "tickets_test", folder / "tickets.inc"
+    part = folder / "tickets.inc"
     part.write_text(tickets)
-    source = str(ROOT / "tests" / "cpp" / "tickets_test.cpp")
-    include = str(ROOT / "csrc" / "include")
-    command = [compiler, "-std=c++20", "-O1", f"-I{include}", f'-DTICKETS="{part}"', *flags]
-    subprocess.run([*command, source, "-o", str(program)], check=True, timeout=100)
-    return subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+    return run_program("tickets_test", folder, f'-DTICKETS="{part}"', *flags)
 
 
 def test_every_tile_runs_once_and_nobody_waits_for_ever(tickets, tmp_path):

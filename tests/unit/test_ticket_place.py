@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.host_cpp import ROOT, run_program
+
 HEADER = Path("megamoe") / "schedule.hpp"
 
 
 def build(folder: Path, include: Path) -> subprocess.CompletedProcess[str]:
     """Compiles the test against the headers in ``include`` and runs it."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    assert compiler, "a C++ compiler is part of every set-up"
-    program = folder / "ticket_place_test"
-    includes = [f"-I{include}", f"-I{ROOT / 'csrc' / 'include'}"]
-    source = str(ROOT / "tests" / "cpp" / "ticket_place_test.cpp")
-    command = [compiler, "-std=c++20", "-O1", *includes, source, "-o", str(program)]
-    subprocess.run(command, check=True, timeout=100)
-    return subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+    return run_program("ticket_place_test", folder, f"-I{include}")
 
 
 def test_every_ticket_leads_where_the_walk_does(tmp_path):
