@@ -36,7 +36,7 @@ _STRIDE: Final = 3104
 WHOLE_SM: Final = 200 * 1024
 """Bytes of shared memory of which only one CTA has room on an SM."""
 _LEAST_ALIKE: Final = 0.75
-"""Correlation of SMs' cycles; 0.92 where halves were measured (H200), below 0.6 with loads."""
+"""Correlation of SMs' cycles; 0.92 with atomics (H200), below 0.6 with loads instead."""
 _LEAST_GAP: Final = 1.25
 """Far cycles in near ones; measured 1.6."""
 

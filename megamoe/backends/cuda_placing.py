@@ -48,7 +48,7 @@ class ChunksParams(ctypes.Structure):
 def find_swapped(tiles: list[Tensor], near_half: list[int]) -> list[Tensor] | None:
     """How to place tiles in their memory; None if its chunks do not follow the pattern.
 
-    Measures on the current stream and waits: 15 ms for 6 GB. What the memory holds stays. Takes
+    Measures on the current stream and waits. What the memory holds stays. Takes
     about a hundredth of its size meanwhile; None if the GPU has not so much left.
 
     Args:

@@ -286,9 +286,8 @@ def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch
             found[name] = [
                 layer.run(x[:n], ids[:n], weight[:n]).cpu() for n in (400, 3, 0, 37, 400, 1)
             ]
-    if _measured(torch.device("cuda", torch.cuda.current_device())) is None:
-        pytest.skip("this GPU's SMs show no halves of L2")
-    assert streams == {"one": 1, "two": 2, "two, short rings": 2, "few CTAs": 1}
+    most = 1 if _halves() is None else 2
+    assert streams == {"one": 1, "two": most, "two, short rings": most, "few CTAs": 1}
     two = _has_the_pattern()
     assert placed == {"one": False, "two": two, "two, short rings": two, "few CTAs": False}
     assert_matches_oracle(found["one"][0], case.expected()[0], spec, case.name, bits(spec))
@@ -297,15 +296,25 @@ def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch
             assert_bitwise(y, want, f"{name}, call {call}")
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _halves() -> list[bool] | None:
+    """As measured; an H200's SMs must show them."""
+    found = _measured(_device())
+    assert found or "H200" not in torch.cuda.get_device_name()
+    return found
+
+
 def _has_the_pattern() -> bool:
     """Whether this GPU's memory belongs to halves of L2 as an H200's; an H200's must."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    halves = _measured(device)
+    halves = _halves()
     if halves is None:
         return False
-    tiles = _aligned((1, 2, 2048, 256, 128), device)
+    tiles = _aligned((1, 2, 2048, 256, 128), _device())
     found = find_swapped([tiles], words_of(halves)) is not None
-    assert found or "H200" not in torch.cuda.get_device_name(device)
+    assert found or "H200" not in torch.cuda.get_device_name()
     return found
 
 
@@ -337,12 +346,9 @@ def test_placed_weights_change_no_bit(hidden, weight_dtype, monkeypatch):
 
 
 def test_measuring_memory_leaves_it_as_it_is():
-    device = torch.device("cuda", torch.cuda.current_device())
-    halves = _measured(device)
-    if halves is None:
-        pytest.skip("this GPU's SMs show no halves of L2")
-    shape = (2, 4, 56, 256, 128)
-    tiles = _aligned(shape, device).random_(0, 256)
+    """Whatever the halves are."""
+    halves = _halves() or [False]
+    tiles = _aligned((2, 4, 56, 256, 128), _device()).random_(0, 256)
     before = tiles.clone()
     first, second = (find_swapped([tiles], words_of(halves)) for _ in range(2))
     assert torch.equal(tiles, before)
