@@ -60,6 +60,22 @@ def test_tails_where_they_pay(model, ranks, tokens, block_m):
     assert cuda_config(spec, EpConfig(num_ranks=ranks, max_tokens=tokens)).block_m == block_m
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "tokens", "wave"),
+    [
+        # Uniform routing fills 1, 2, 3 and 5 blocks of a busy expert.
+        ("deepseek-v3", 2, 1024, 1),
+        ("v4-flash", 2, 4096, 4),
+        ("deepseek-v3", 2, 4096, 6),
+        ("deepseek-v3", 2, 8192, 10),
+        ("deepseek-v3", 8, 8192, 16),
+    ],
+)
+def test_waves_have_room_for_skew(model, ranks, tokens, wave):
+    """Measured: waves of 6 instead of 3 blocks where two ranks' routes all go to one of them."""
+    assert chosen(model, ranks, tokens).wave_blocks == wave
+
+
 def test_no_ring_is_longer_than_a_call():
     spec = MoESpec(hidden=128, inter=128, num_experts=8, topk=1)
     open_config = EpConfig(num_ranks=1, max_tokens=3)
