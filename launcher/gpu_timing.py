@@ -6,6 +6,7 @@ host enqueues, events stand around the call, and the call's time is the slowest 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -134,16 +135,20 @@ class GpuTimer:
             counters=mean_rates([r for *_, r in every]) or None,
         )
 
-    def host_us(self, call: Callable[[], object], calls: int = 20) -> float:
-        """Time of the host per call, with the GPU kept busy so that nothing waits for it."""
+    def host_us(self, call: Callable[[], object], calls: int = 40) -> float:
+        """Median time of the host for a call, with the GPU kept busy so that nothing waits for it.
+
+        The slowest rank's.
+        """
         torch.cuda.synchronize()
         torch.cuda._sleep(20 * _BUSY_CYCLES)
-        start = time.perf_counter()
+        spent = []
         for _ in range(calls):
+            start = time.perf_counter()
             call()
-        spent = (time.perf_counter() - start) / calls * 1e6
+            spent.append(time.perf_counter() - start)
         torch.cuda.synchronize()
-        return max(self._group.gather(spent))
+        return max(self._group.gather(statistics.median(spent))) * 1e6
 
 
 def _sleep_until(when: float) -> None:

@@ -115,7 +115,8 @@ class CudaSession:
             self._weights.place(find_swapped(self._weights.tiles, self._near))
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
-        self._own_storage = self._window.local.untyped_storage().data_ptr()
+        begin = self._window.local.data_ptr()
+        self._own_addresses = range(begin, begin + self._window.nbytes)
         self._recorder: Recorder | None = None
         if self._trace:
             slots = cubin.constant("megamoe_trace_slots")
@@ -251,7 +252,7 @@ class CudaSession:
         if self._events is not None:
             self._events[0].record()
         params = self._params
-        self._num_tokens = x.shape[0]
+        self._num_tokens = x.size(0)
         if self._in_window(x, x_scale):
             params.stage_x = 0
             return
@@ -269,8 +270,8 @@ class CudaSession:
         overwritten.
         """
         rows = rows.contiguous()
-        of_window = rows.untyped_storage().data_ptr() == self._own_storage
-        return rows.clone() if of_window or rows.data_ptr() % 16 else rows
+        address = rows.data_ptr()
+        return rows.clone() if address % 16 or address in self._own_addresses else rows
 
     def _in_window(self, x: Tensor, x_scale: Tensor | None) -> bool:
         """Whether the caller wrote the tokens where staging would put them."""
