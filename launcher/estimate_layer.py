@@ -40,8 +40,8 @@ class Coefficients:
 
 
 FITTED: Final = Coefficients(flops=0.92, read=0.94, link=1.0, sharpness=2.5, fixed_us=10.0)
-"""``fit`` of benchmarks/results/moe_h200x2.json and moe_h200x1.json: 32 uniform rows of v4-flash,
-deepseek-v3 and v4-pro with 8 to 8192 tokens per rank."""
+"""``fit`` of benchmarks/results/moe_h200x1.json, moe_h200x2.json and moe_h200x4.json: 48 uniform
+rows of v4-flash, deepseek-v3 and v4-pro with 8 to 8192 tokens per rank."""
 
 _PHASES: Final = "phases inside the kernel on one H200, docs/performance.md"
 

@@ -85,7 +85,7 @@ def test_bench_moe_writes_a_report(megamoe, tmp_path):
 
 
 def test_report_of_a_file(megamoe, tmp_path):
-    source = RESULTS / "moe_h200x2.json"
+    source = RESULTS / "moe_h200x4.json"
     done = megamoe("report", str(source), str(tmp_path / "r"), "--no-resources")
     assert done.stdout.count("written:") == 2
     made = json.loads((tmp_path / "r" / "report.json").read_text())

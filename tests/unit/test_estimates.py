@@ -252,7 +252,11 @@ def test_sending_once_saves_nothing_without_repeats_and_never_costs():
 
 
 # What the docs say of the model: root mean square and worst error on each file.
-STATED = {"moe_h200x1.json": (0.05, 0.10), "moe_h200x2.json": (0.05, 0.10)}
+STATED = {
+    "moe_h200x1.json": (0.05, 0.10),
+    "moe_h200x2.json": (0.05, 0.10),
+    "moe_h200x4.json": (0.05, 0.10),
+}
 
 
 @pytest.mark.parametrize("name", STATED)
@@ -266,7 +270,7 @@ def test_error_on_measured_rows_is_as_stated(name):
 
 def test_coefficients_are_those_of_the_committed_rows():
     """Within what a new run of the same kernel may move them."""
-    rows = rows_of("moe_h200x2.json")
+    rows = [row for name in STATED for row in rows_of(name)]
 
     def rms(coefficients):
         errors = [e["error"] for e in moe_error(rows, with_=coefficients)]
