@@ -1,7 +1,7 @@
 """Modelled time of an MoE layer for any EP size and machine, and its error on measured rows.
 
 A sum of phases: what was measured inside the kernel, and tiles whose arithmetic, weights and link
-traffic overlap imperfectly. Five coefficients are fitted to measured rows. A model is not a
+traffic overlap imperfectly. Four coefficients are fitted to measured rows. A model is not a
 measurement: ``moe_error`` says how far it is from the rows that were measured.
 """
 
@@ -26,7 +26,7 @@ class Coefficients:
     Attributes:
         flops: fraction of the machine's FLOP/s that padded tiles reach.
         read: fraction of its read rate that weights reach.
-        link: fraction of its link rate.
+        link: fraction of its link rate; ``fit`` holds it at 1.
         sharpness: p of (a^p + b^p + c^p)^(1/p): infinite if the three overlap perfectly, 1 if they
             follow each other.
         fixed_us: launches, barriers, memory latencies, first rows, last tiles.
@@ -172,7 +172,7 @@ def fit(rows: Sequence[Mapping[str, Any]], machine: Machine = H200) -> Coefficie
     """Coefficients with the least mean square of relative errors, on a grid of round numbers.
 
     Raises:
-        SpecError: fewer than six usable rows: five coefficients would fit anything.
+        SpecError: fewer than six usable rows: four coefficients would fit anything.
     """
     if len(_measured(rows)) < 6:
         raise SpecError(

@@ -136,9 +136,9 @@ class GpuTimer:
         )
 
     def host_us(self, call: Callable[[], object], calls: int = 40) -> float:
-        """Median time of the host for a call, with the GPU kept busy so that nothing waits for it.
+        """Median time of the host for a call, on the slowest rank.
 
-        The slowest rank's.
+        The GPU is kept busy, so that nothing waits for it.
         """
         torch.cuda.synchronize()
         torch.cuda._sleep(20 * _BUSY_CYCLES)

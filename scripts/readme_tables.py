@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,27 +68,12 @@ def same_inputs(row: Found) -> tuple[Any, ...]:
     return tuple(str(row.get(key)) for key in ("model", "ranks", "tokens", "routing"))
 
 
-def moe_gpu() -> list[str]:
-    """Rows of the GPU benchmark that have a time: on four GPUs."""
-    return gpu_rows("moe_h200x4.json") or ["*Not measured yet.*"]
-
-
-def moe_gpu_two() -> list[str]:
-    """The same on two GPUs."""
-    return gpu_rows("moe_h200x2.json") or ["*Not measured yet.*"]
-
-
-def moe_gpu_one() -> list[str]:
-    """The same on one GPU, which has a rank's share of the experts of a larger group."""
-    return gpu_rows("moe_h200x1.json") or ["*Not measured yet.*"]
-
-
 def gpu_rows(name: str) -> list[str]:
-    """A file's rows that have a time; nothing where there are none."""
+    """A file's rows that have a time."""
     found = load(name)
     rows = [row for row in (found or {}).get("rows", []) if row.get("total_us")]
     if found is None or not rows:
-        return []
+        return ["*Not measured yet.*"]
     earlier = {same_inputs(row): row for row in found.get("earlier", [])}
     body, bracketed, gemms = [], False, all(row.get("gemms_us") for row in rows)
     pipeline = bool(earlier) or any(row.get("unfused_us") for row in rows)
@@ -368,9 +354,9 @@ def power() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "moe-gpu": moe_gpu,
-    "moe-gpu-two": moe_gpu_two,
-    "moe-gpu-one": moe_gpu_one,
+    "moe-gpu": partial(gpu_rows, "moe_h200x4.json"),
+    "moe-gpu-two": partial(gpu_rows, "moe_h200x2.json"),
+    "moe-gpu-one": partial(gpu_rows, "moe_h200x1.json"),
     "moe-cpu": moe_cpu,
     "attention-pre": attention_pre,
     "cmp-modes": cmp_modes,

@@ -115,7 +115,7 @@ class CudaSession:
             self._weights.place(find_swapped(self._weights.tiles, self._near))
         self._params = self._make_params(cubin)
         self._own_rows = self._address("input"), self._address("input_scale")
-        begin = self._window.local.data_ptr()
+        begin = self._window.bases[self._rank]
         self._own_addresses = range(begin, begin + self._window.nbytes)
         self._recorder: Recorder | None = None
         if self._trace:

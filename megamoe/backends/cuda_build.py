@@ -138,15 +138,17 @@ def cuda_config(spec: MoESpec, config: EpConfig) -> EpConfig:
     if config.block_m == 0:
         tails = spec.weight_dtype == "fp8" and _spared_by_tails(mean) >= _TAILS_GAIN
         config = replace(config, block_m=TAILED_BLOCK_M if tails else _BLOCK_M)
-    # Blocks of a busy expert if routing is uniform. A wave that holds all of an expert's blocks
-    # reads its weights from memory once: so waves have room for twice as many, for skewed routing.
-    busy = math.ceil((mean + 4 * math.sqrt(mean)) / (config.block_m - config.tail_rows))
-    longest = 1 if busy == 1 else 2 * busy
     # Few rows per expert: slots that are soon used again stay in L2. Many: a pull shall be far
     # ahead of its tile. And in either case tiles for all SMs.
     least = _SHORT_RING if mean <= _SHORT_RING_ROWS else _LONG_RING
     rings = min(config.max_blocks(spec), max(least, math.ceil(_RING_TILES * GROUP / spec.inter)))
     b1, b2 = config.ring_l1_blocks or rings, config.ring_l2_blocks or rings
+    # Blocks of a busy expert if routing is uniform. A wave that holds all of an expert's blocks
+    # reads its weights from memory once: so waves have room for twice as many, for skewed routing,
+    # but not for more than half a ring then, or Linear 2 could not trail. Waves of one block stay
+    # so: they need no walk, and two streams gain nothing there.
+    busy = math.ceil((mean + 4 * math.sqrt(mean)) / (config.block_m - config.tail_rows))
+    longest = 1 if busy == 1 else max(busy, min(2 * busy, min(b1, b2) // 2))
     wave = config.wave_blocks or max(1, min(16, longest, b1, b2))
     lag = config.l2_lag_blocks or max(1, min(20, b2 - wave))
     chosen = replace(

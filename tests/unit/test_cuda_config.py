@@ -63,17 +63,23 @@ def test_tails_where_they_pay(model, ranks, tokens, block_m):
 @pytest.mark.parametrize(
     ("model", "ranks", "tokens", "wave"),
     [
-        # Uniform routing fills 1, 2, 3 and 5 blocks of a busy expert.
+        # Uniform routing fills 1, 2, 3, 5 and 18 blocks of a busy expert; 16 is the most.
         ("deepseek-v3", 2, 1024, 1),
         ("v4-flash", 2, 4096, 4),
         ("deepseek-v3", 2, 4096, 6),
         ("deepseek-v3", 2, 8192, 10),
         ("deepseek-v3", 8, 8192, 16),
+        ("v4-pro", 2, 4096, 4),  # blocks with tails
     ],
 )
 def test_waves_have_room_for_skew(model, ranks, tokens, wave):
-    """Measured: waves of 6 instead of 3 blocks where two ranks' routes all go to one of them."""
+    """Measured at DeepSeek-V3, two ranks, 4096 tokens that all go to one of them: 6 against 3."""
     assert chosen(model, ranks, tokens).wave_blocks == wave
+
+
+def test_room_for_skew_leaves_linear_2_its_lag():
+    config = chosen("deepseek-v3", 2, 8192, ring_l1_blocks=10, ring_l2_blocks=10)
+    assert (config.wave_blocks, config.l2_lag_blocks) == (5, 5)
 
 
 def test_no_ring_is_longer_than_a_call():

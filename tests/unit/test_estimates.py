@@ -252,31 +252,26 @@ def test_sending_once_saves_nothing_without_repeats_and_never_costs():
 
 
 # What the docs say of the model: root mean square and worst error on each file.
-STATED = {
-    "moe_h200x1.json": (0.05, 0.10),
-    "moe_h200x2.json": (0.05, 0.10),
-    "moe_h200x4.json": (0.05, 0.10),
-}
+MEASURED = ("moe_h200x1.json", "moe_h200x2.json", "moe_h200x4.json")
 
 
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("name", MEASURED)
 def test_error_on_measured_rows_is_as_stated(name):
     errors = [e["error"] for e in moe_error(rows_of(name))]
     assert errors, "no measured rows"
-    rms, worst = STATED[name]
-    assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= rms, errors
-    assert max(map(abs, errors)) <= worst, errors
+    assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= 0.05, errors
+    assert max(map(abs, errors)) <= 0.10, errors
 
 
 def test_coefficients_are_those_of_the_committed_rows():
     """Within what a new run of the same kernel may move them."""
-    rows = [row for name in STATED for row in rows_of(name)]
+    rows = [row for name in MEASURED for row in rows_of(name)]
 
     def rms(coefficients):
         errors = [e["error"] for e in moe_error(rows, with_=coefficients)]
         return math.sqrt(sum(e * e for e in errors) / len(errors))
 
-    assert rms(FITTED) <= rms(fit(rows)) + 0.03
+    assert rms(FITTED) <= rms(fit(rows)) + 0.01
 
 
 def test_a_fit_recovers_the_coefficients_of_made_up_rows():

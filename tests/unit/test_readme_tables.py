@@ -38,18 +38,23 @@ def rows_below(name: str, page: str = "README.md") -> list[dict[str, str]]:
 def test_the_readme_has_its_tables():
     for name in ("moe-gpu", "moe-gpu-one", "moe-cpu", "attention-pre", "stress"):
         assert rows_below(name), name
+    assert rows_below("moe-gpu-two", "docs/performance.md")
     assert rows_below("power", "docs/performance.md") or not list(RESULTS.glob("power_*.json"))
 
 
-def test_gpu_rows_agree_with_the_file_number_by_number():
+@pytest.mark.parametrize(
+    ("page", "table"), [("README.md", "moe-gpu"), ("docs/performance.md", "moe-gpu-two")]
+)
+def test_gpu_rows_agree_with_the_file_number_by_number(page, table):
     """Read back from the page, without the script."""
-    text = (ROOT / "README.md").read_text()
-    name = re.search(r"table: moe-gpu.*?benchmarks/results/(moe_h200x\d\.json)", text, re.DOTALL)
+    text = (ROOT / page).read_text()
+    pattern = rf"table: {table} -->.*?benchmarks/results/(moe_h200x\d\.json)"
+    name = re.search(pattern, text, re.DOTALL)
     assert name is not None
     found = json.loads((RESULTS / name[1]).read_text())
     rows = found["rows"]
     timed = [row for row in rows if row["total_us"] is not None]
-    shown = rows_below("moe-gpu")
+    shown = rows_below(table, page)
     assert len(shown) == len(timed) > 0
     for cells, row in zip(shown, timed, strict=True):
         assert (cells["model"], cells["routing"]) == (row["model"], row["routing"])

@@ -18,7 +18,7 @@ from megamoe.errors import BackendUnavailable, SpecError
 from megamoe.spec import MODELS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = ("moe_cpu.json", "moe_h200x1.json", "moe_h200x4.json", "attention_pre_h200.json")
+FILES = ("moe_cpu.json", "moe_h200x2.json", "moe_h200x4.json", "attention_pre_h200.json")
 
 
 class Page(HTMLParser):
