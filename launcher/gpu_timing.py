@@ -23,6 +23,7 @@ __all__ = ["GpuTimer", "Sustained"]
 
 _FLUSH_BYTES = 256 << 20
 _BUSY_CYCLES = 2_000_000  # about 1 ms: the host runs ahead
+_LEAST_COUNTED_S = 0.3  # the GPU's counters lag by 0.1 s: of shorter runs they saw time before
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Sustained:
         watts: the sum over ranks, then.
         throttle: reasons for which any rank's clocks were held back, then.
         counters: rates of the second half of the run (``gpm.RATES``), means over ranks; None where
-            the GPU does not give them.
+            the GPU does not give them, and of runs shorter than 0.3 s.
     """
 
     us: float
@@ -132,7 +133,9 @@ class GpuTimer:
             sm_mhz=_least([d.values.get("sm_clock_hertz") for _, _, d, _, _ in every], 1e-6),
             watts=_per_call([d.values.get("power_watts") for _, _, d, _, _ in every], 1),
             throttle=_reasons([d for _, _, d, _, _ in every]),
-            counters=mean_rates([r for *_, r in every]) or None,
+            counters=(mean_rates([r for *_, r in every]) or None)
+            if seconds >= _LEAST_COUNTED_S
+            else None,
         )
 
     def host_us(self, call: Callable[[], object], calls: int = 40) -> float:
