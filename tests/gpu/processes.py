@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,15 +155,17 @@ class RankProcesses:
         assert self._processes[rank].exitcode is not None
 
     def close(self) -> None:
-        """Asks all ranks to end, and kills those that do not."""
+        """Asks all ranks to end, and kills those that have not within ten seconds."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.is_alive():
                 try:
                     pipe.send(None)
                 except OSError:
                     process.kill()
+        limit = time.monotonic() + 10
         for process in self._processes:
-            process.join(10)
+            process.join(max(0.0, limit - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join(10)
+        for process in self._processes:
+            process.join(10)
