@@ -180,7 +180,7 @@ def fit(rows: Sequence[Mapping[str, Any]], machine: Machine = H200) -> Coefficie
             "give a result file of `megamoe bench moe` on GPUs"
         )
     best: tuple[float, Coefficients] | None = None
-    for p in (1.5, 1.8, 2.0, 2.1, 2.2, 2.5, 3.0, 4.0, 6.0):
+    for p in (1.5, 2.0, 2.5, 3.0, 4.0, 6.0):
         for flops in (0.80, 0.84, 0.88, 0.92, 0.96):
             for read in (0.86, 0.90, 0.94, 0.98):
                 for fixed in (10.0, 20.0, 30.0, 40.0, 50.0):

@@ -127,15 +127,14 @@ class GpuTimer:
         after = self.sampler.read()
         mine = (begin.elapsed_time(end) * 1e3 / count, before, during, after, rates)
         every = self._group.gather(mine)
+        counters = mean_rates([r for *_, r in every]) if seconds >= _LEAST_COUNTED_S else {}
         return Sustained(
             us=max(us for us, *_ in every),
             joules=_per_call([_energy(b, a) for _, b, _, a, _ in every], count),
             sm_mhz=_least([d.values.get("sm_clock_hertz") for _, _, d, _, _ in every], 1e-6),
             watts=_per_call([d.values.get("power_watts") for _, _, d, _, _ in every], 1),
             throttle=_reasons([d for _, _, d, _, _ in every]),
-            counters=(mean_rates([r for *_, r in every]) or None)
-            if seconds >= _LEAST_COUNTED_S
-            else None,
+            counters=counters or None,
         )
 
     def host_us(self, call: Callable[[], object], calls: int = 40) -> float:

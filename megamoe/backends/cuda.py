@@ -252,7 +252,7 @@ class CudaSession:
         if self._events is not None:
             self._events[0].record()
         params = self._params
-        self._num_tokens = x.size(0)
+        self._num_tokens = x.shape[0]
         if self._in_window(x, x_scale):
             params.stage_x = 0
             return

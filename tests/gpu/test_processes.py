@@ -102,12 +102,13 @@ def test_all_cases_as_the_oracle_and_as_threads(groups, in_threads, provider, co
                 assert_matches_oracle(y, want[rank], case.spec, what, bits(case.spec))
 
 
+@pytest.mark.parametrize("config", [MINIMUM, LARGE], ids=["minimum", "large"])
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_four_ranks(groups, in_threads, provider):
+def test_four_ranks(groups, in_threads, provider, config):
     """Four ranks over however many GPUs there are."""
     some = [c for c in cases(4) if c.name.endswith("4")]
     assert len(some) >= 5
-    answers = groups(4, provider).all(jobs.run_cases, some, LARGE, 2)
+    answers = groups(4, provider).all(jobs.run_cases, some, config, 2)
     for i, case in enumerate(some):
         for rank, want in enumerate(in_threads(case)):
             assert_bitwise(answers[rank][i], want, f"{case.name} {provider} rank {rank}")
