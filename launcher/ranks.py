@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import typer
 
 from launcher.console import EXIT_ERROR, errors_to_exit, explained, stderr
-from launcher.endings import end_as_rank
+from launcher.endings import end_as_rank, leave
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def run_in_group(
             with process_group(size, backend) as group:
                 end_as_rank()
                 code = on_rank(group)
-        raise typer.Exit(code)
+        leave(code)
     num_ranks = ranks or default_ranks
     with errors_to_exit(debug=debug):
         need_backend(backend)
