@@ -129,6 +129,9 @@ MEGAMOE_DEVICE uint32_t load_relaxed_sys(const uint32_t* p) {
 MEGAMOE_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+MEGAMOE_DEVICE void store_relaxed_sys(uint32_t* p, uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 MEGAMOE_DEVICE void add_release_gpu(uint32_t* p, uint32_t v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -153,6 +156,10 @@ MEGAMOE_DEVICE uint32_t fetch_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
                  : "memory");
     return old;
 }
+// Causality order is transitive over scopes: what a CTA wrote to a peer, and then made known on this
+// GPU by a gpu fence, is ordered before what another CTA, which has seen it, tells the peer behind a
+// fence of the system.
+MEGAMOE_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MEGAMOE_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 MEGAMOE_DEVICE uint32_t sm_id() {

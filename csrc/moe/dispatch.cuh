@@ -138,15 +138,16 @@ MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
     if (threadIdx.x >= 32) return;
     uint32_t last = 0;
     if (threadIdx.x == 0) {
-        ptx::fence_sys();
-        // Relaxed: the fences before and after it order more.
+        ptx::fence_gpu();
+        // Relaxed, as the flag is: the fences order more.
         last = atomicAdd(&p.control(p.rank).barrier.value, 1) + 1 == s.call.epoch * gridDim.x;
-        ptx::fence_sys();
     }
     if (!ptx::from_lane_0(last)) return;
+    __syncwarp();
+    ptx::fence_sys();
     for (uint32_t i = threadIdx.x; i < p.shape.num_ranks; i += 32) {
         const uint32_t peer = (p.rank + i) % p.shape.num_ranks;
-        ptx::store_release_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), s.call.epoch);
+        ptx::store_relaxed_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), s.call.epoch);
     }
 }
 

@@ -66,7 +66,8 @@ MEGAMOE_DEVICE void init(const MoEParams& p, SharedStorage& s, const Opening& op
     __syncthreads();
 }
 
-// The last CTA to leave closes the call: every CTA has read epoch, block_base and its tickets.
+// The last CTA to leave closes the call: every CTA has read epoch, block_base and its last ticket.
+// Its tiles and its combine may go on; whoever reads these words next is the next kernel.
 MEGAMOE_DEVICE void leave(const MoEParams& p, SharedStorage& s) {
     Control& control = p.control(p.rank);
     if (ptx::fetch_add_acq_rel_gpu(&control.exits.value, 1) + 1 != gridDim.x) return;
@@ -108,7 +109,10 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     if (warp >= kMathWarps) {
         ptx::shrink_registers<kOtherRegisters>();
         if (go) {
-            if (warp == 8 && ptx::elect()) feed_weights(p, s);
+            if (warp == 8 && ptx::elect()) {
+                feed_weights(p, s);
+                if (!stopped(s.call)) leave(p, s);
+            }
             if (warp == 9 && ptx::elect()) feed_activations(p, s);
             if (warp == 10) publish_tiles(p, s);
             if (warp == 11) Puller(p, s).run();
@@ -123,10 +127,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (s.call.stop == kStopHere) give_up(p, s.call);
-    if (s.call.stop)
-        drain_stages(s);
-    else
-        leave(p, s);
+    if (s.call.stop) drain_stages(s);
     if (kTrace && p.trace) {
         s.call.trace.stamp(kTraceEnd);
         s.call.trace.add(kTraceCycles, clock64());

@@ -24,7 +24,7 @@ MEGAMOE_DEVICE void find_targets(const MoEParams& p, SharedStorage& s, const Tas
 }
 
 // The math warps' stores are ordered before these additions by the tile_written barrier and by the
-// release: causality order is transitive over scopes.
+// release or the fence.
 MEGAMOE_DEVICE void announce(const MoEParams& p, const Task& task,
                              uint32_t* const (&arrived)[kRowsPerLane]) {
     if (task.kind == TileKind::kLinear1) {  // hand-offs 5 and 6
@@ -36,11 +36,12 @@ MEGAMOE_DEVICE void announce(const MoEParams& p, const Task& task,
     }
     uint32_t last = 0;  // hand-offs 7 and 8
     if (ptx::lane() == 0) {
-        ptx::fence_sys();
+        ptx::fence_gpu();
         // Relaxed: the fences before and after it order more.
         last = atomicAdd(p.word(Region::kL2Empty, task.l2.slot), 1) + 1 == task.l2.done_target;
     }
     if (!ptx::from_lane_0(last)) return;
+    __syncwarp();
     ptx::fence_sys();
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
