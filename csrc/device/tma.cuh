@@ -29,6 +29,12 @@ MEGAMOE_DEVICE void tma_load_chunks(void* shared, const TensorMap& map, int32_t 
         "l"(&map), "r"(shared_address(&bar)), "r"(0), "r"(chunk)
         : "memory");
 }
+// The box into L2.
+MEGAMOE_DEVICE void tma_prefetch(const TensorMap& map, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map),
+                 "r"(x), "r"(y)
+                 : "memory");
+}
 MEGAMOE_DEVICE void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map));
 }

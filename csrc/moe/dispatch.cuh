@@ -5,10 +5,11 @@
 
 namespace megamoe::moe {
 
-// The walks of schedule.hpp take shared experts first.
-MEGAMOE_DEVICE uint32_t expert_at(const MoEParams& p, uint32_t order) {
+// The walks of schedule.hpp take shared experts first, then those that own tokens go to, then the
+// others. So this rank knows the first ones before it has heard from its peers.
+MEGAMOE_DEVICE uint32_t expert_at(const MoEParams& p, const SharedStorage& s, uint32_t order) {
     const uint32_t shared = p.shape.num_shared;
-    return order < shared ? p.shape.local_experts() + order : order - shared;
+    return order < shared ? p.shape.local_experts() + order : s.order[order - shared];
 }
 
 // Routes are listed without atomics and without a barrier between counting and writing: each CTA
@@ -151,13 +152,39 @@ MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
     }
 }
 
+// The order of the routed experts, by the own rank's counts. One warp.
+MEGAMOE_DEVICE void order_experts(const MoEParams& p, SharedStorage& s) {
+    const uint32_t experts = p.shape.local_experts(), lane = ptx::lane();
+    const uint32_t* own = s.count + p.rank * experts;
+    uint32_t at = 0;
+#pragma unroll 1
+    for (uint32_t wanted = 0; wanted < 2; ++wanted)
+#pragma unroll 1
+        for (uint32_t e0 = 0; e0 < experts; e0 += 32) {
+            const uint32_t e = e0 + lane;
+            const bool take = e < experts && (own[e] == 0) == wanted;
+            const uint32_t taken = __ballot_sync(~0u, take);
+            if (take) s.order[at + __popc(taken & ((1u << lane) - 1))] = e;
+            at += __popc(taken);
+        }
+}
+
+// Of a local expert, from all ranks.
+MEGAMOE_DEVICE uint32_t count_rows(const MoEParams& p, const SharedStorage& s, uint32_t expert) {
+    const uint32_t experts = p.shape.local_experts();
+    if (expert >= experts) return p.num_tokens;  // shared
+    uint32_t rows = 0;
+    for (uint32_t r = 0; r < p.shape.num_ranks; ++r) rows += s.count[r * experts + expert];
+    return rows;
+}
+
 // Rows and blocks before each expert, in the order of the walks. One warp.
 MEGAMOE_DEVICE void index_rows(const MoEParams& p, SharedStorage& s) {
     const uint32_t experts = p.shape.total_experts(), lane = ptx::lane();
     uint32_t rows = 0, blocks = 0;
     for (uint32_t i0 = 0; i0 < experts; i0 += 32) {
         const uint32_t i = i0 + lane;
-        const uint32_t n = i < experts ? s.rows[expert_at(p, i)] : 0;
+        const uint32_t n = i < experts ? count_rows(p, s, expert_at(p, s, i)) : 0;
         const uint32_t b = n ? ExpertBlocks(p.shape, n).count() : 0;
         uint32_t n_sum = n, b_sum = b;
 #pragma unroll
@@ -222,15 +249,16 @@ MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
             sum += __shfl_sync(~0u, up, 31);
         }
     }
-    for (uint32_t e = threadIdx.x; e < p.shape.total_experts(); e += kThreads) {
-        uint32_t sum = e < per_rank ? 0 : p.num_tokens;
-        for (uint32_t r = 0; e < per_rank && r < ranks; ++r) sum += s.count[r * per_rank + e];
-        s.rows[e] = sum;
-    }
+    if (warp == kThreads / 32 - 1) order_experts(p, s);
     __syncthreads();
     if (warp == 0) index_rows(p, s);
     __syncthreads();
     return true;
+}
+
+// Of the expert at `order` in the walks.
+MEGAMOE_DEVICE ExpertBlocks blocks_of(const MoEParams& p, const SharedStorage& s, uint32_t order) {
+    return ExpertBlocks(p.shape, s.row_begin[order + 1] - s.row_begin[order]);
 }
 
 // The source of a row of a local expert.

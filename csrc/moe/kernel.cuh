@@ -5,7 +5,7 @@
 //   all     list routes, publish and receive counts         dispatch.cuh
 //   0-7     a small call's rows                             pull.cuh
 //   0-7     math: Linear 1, SwiGLU, Linear 2, combine       math.cuh and what it includes
-//   8       tickets, tasks, weights                         feed.cuh
+//   8       tickets, tasks, weights                         feed.cuh, weights.cuh
 //   9       activations                                     feed.cuh
 //   10      announces finished tiles                        publish.cuh
 //   11      pulls rows from peers                           pull.cuh
@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(megamoe::moe::kThreads, 1)
     init(p, s, opening);
     if (threadIdx.x == 0) s.call.trace.begin_call(arrival, p.stage_x != nullptr, p.num_tokens);
     if (stopped(s.call)) return;  // given up before: only reset() mends that
+    if (threadIdx.x / 32 == 8) prefetch_first_weights(p);
     RouteLister(p, s).run();
     publish_counts(p, s);
     if (threadIdx.x == 0) {

@@ -17,10 +17,10 @@ struct FoundRow {
 };
 // A row of the call: its expert, by bisection, and its place in the ring.
 MEGAMOE_DEVICE FoundRow find_row(const MoEParams& p, SharedStorage& s, uint32_t row) {
-    const uint32_t at = expert_of(p, s.row_begin, row), expert = expert_at(p, at);
+    const uint32_t at = expert_of(p, s.row_begin, row), expert = expert_at(p, s, at);
     const uint32_t block_m = p.shape.block_m, of_expert = row - s.row_begin[at];
     const RowSource from = row_source(p, s, expert, of_expert);
-    const ExpertBlocks blocks(p.shape, s.rows[expert]);
+    const ExpertBlocks blocks = blocks_of(p, s, at);
     const uint32_t block_of_expert = blocks.of(of_expert);
     const uint32_t block = s.block_begin[at] + block_of_expert;
     const uint32_t in_block = of_expert - blocks.begin(block_of_expert);
@@ -44,7 +44,7 @@ MEGAMOE_DEVICE uint32_t first_rows(const MoEParams& p, const SharedStorage& s) {
     if (rows > kFirstRows * kMathWarps * gridDim.x) return 0;
     if (s.call.num_blocks <= ring) return rows;
     const uint32_t at = expert_of(p, s.block_begin, ring);
-    const ExpertBlocks blocks(p.shape, s.rows[expert_at(p, at)]);
+    const ExpertBlocks blocks = blocks_of(p, s, at);
     return s.row_begin[at] + blocks.begin(ring - s.block_begin[at]);
 }
 

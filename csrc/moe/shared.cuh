@@ -81,7 +81,7 @@ struct SharedStorage {
     uint32_t amax[3][kFewRows];
     MathState math[kMathWarps];
     uint32_t count[kMaxExperts], begin[kMaxExperts];  // [R][E_l]: rows, position in the route list
-    uint32_t rows[kMaxExperts + kMaxShared];          // of a local expert
+    uint16_t order[kMaxExperts];                      // of the routed experts (expert_at)
     // In the order of the walks (expert_at): rows and blocks before the expert; one more at the
     // end.
     uint32_t row_begin[kMaxExperts + kMaxShared + 1], block_begin[kMaxExperts + kMaxShared + 1];

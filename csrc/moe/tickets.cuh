@@ -45,9 +45,9 @@ class Tickets {
         const uint32_t ticket = drawn_ + (num_streams() == 1 ? gridDim.x : 0);
         const Place at = walks() ? walk_.seek(ticket) : find(ticket);
         if (at.kind == TileKind::kDone) return {TileKind::kDone, 0, 0, 0, 0, 0};
-        const uint32_t expert = expert_at(p_, at.expert);
+        const uint32_t expert = expert_at(p_, s_, at.expert);
         const uint32_t block = at.block - s_.block_begin[at.expert];
-        const ExpertBlocks blocks(p_.shape, s_.rows[expert]);
+        const ExpertBlocks blocks = blocks_of(p_, s_, at.expert);
         const uint32_t n = num_streams() == 1 ? at.n : at.n * 2 + stream_;
         return {at.kind, expert, at.block, blocks.begin(block), blocks.size(block), n};
     }

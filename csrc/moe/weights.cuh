@@ -27,6 +27,50 @@ MEGAMOE_DEVICE void prefetch_weight_maps(const MoEParams& p) {
     }
 }
 
+// The routed expert of this rank that the call's first ids name `order` experts before, or none.
+// One warp.
+inline constexpr uint32_t kNoExpert = ~0u;
+MEGAMOE_DEVICE uint32_t named_expert(const MoEParams& p, uint32_t order) {
+    constexpr uint32_t kIds = 8;
+    const uint32_t lane = ptx::lane(), experts = p.shape.local_experts();
+    const uint32_t ids = p.num_tokens * p.shape.topk;
+    uint32_t id[kIds];
+#pragma unroll
+    for (uint32_t u = 0; u < kIds; ++u)
+        id[u] = u * 32 + lane < ids ? uint32_t(__ldg(p.topk_idx + u * 32 + lane)) : kNoExpert;
+#pragma unroll 1
+    for (uint32_t first = 0; first < experts; first += 32) {
+        uint32_t named = 0;
+#pragma unroll
+        for (uint32_t u = 0; u < kIds; ++u) {
+            const uint32_t expert = id[u] - p.rank * experts - first;
+            if (expert < min(experts - first, 32u)) named |= 1u << expert;
+        }
+        named = __reduce_or_sync(~0u, named);
+        const bool wanted = named >> lane & 1 && __popc(named & ((1u << lane) - 1)) == order;
+        const uint32_t found = __ballot_sync(~0u, wanted);
+        if (found) return first + __ffs(found) - 1;
+        order -= __popc(named);
+    }
+    return kNoExpert;
+}
+
+// Brings what tiles begin with into L2 while the ranks exchange counts. First tickets are dealt,
+// and first come the experts that own tokens go to (expert_at), whatever peers route. Only a hint:
+// it looks at a part of the ids. One warp.
+inline constexpr uint32_t kFirstBlocks = 2;
+MEGAMOE_DEVICE void prefetch_first_weights(const MoEParams& p) {
+    if (p.shape.wave_blocks > 1 || weights_are_placed(p) || p.num_tokens == 0) return;
+    const uint32_t order = blockIdx.x / kL1Tiles, shared = p.shape.num_shared;
+    const uint32_t expert =
+        order < shared ? p.shape.local_experts() + order : named_expert(p, order - shared);
+    if (expert == kNoExpert || ptx::lane() != 0) return;
+    const uint32_t block = (expert * kL1Tiles + blockIdx.x % kL1Tiles) * kKBlocks1;
+#pragma unroll
+    for (uint32_t kb = 0; kb < kFirstBlocks; ++kb)
+        ptx::tma_prefetch(p.w[0][0], 0, int32_t((block + kb) * kTileN));
+}
+
 // The blocks of one tile, in order. Of one thread.
 class WeightTile {
   public:

@@ -1,5 +1,6 @@
-// Route listing of the CUDA kernel, on the host: a thread per lane, collectives over a barrier per
-// warp. ROUTE_LISTER is a file that holds class RouteLister of csrc/moe/dispatch.cuh.
+// Route listing of the CUDA kernel and its order of experts, on the host: a thread per lane,
+// collectives over a barrier per warp. PARTS is a file that holds class RouteLister and
+// order_experts of csrc/moe/dispatch.cuh and named_expert of csrc/moe/weights.cuh.
 #include <algorithm>
 #include <barrier>
 #include <bit>
@@ -60,8 +61,16 @@ uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
         return sum;
     });
 }
+uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
+    return together(value, [](const uint32_t* v) {
+        uint32_t all = 0;
+        for (int i = 0; i < 32; ++i) all |= v[i];
+        return all;
+    });
+}
 void __syncthreads() { cta_barrier.arrive_and_wait(); }
 uint32_t __popc(uint32_t v) { return uint32_t(std::popcount(v)); }
+uint32_t __ffs(uint32_t v) { return v ? uint32_t(std::countr_zero(v)) + 1 : 0; }
 
 // The ids of a call begin at any word of a tensor.
 std::vector<int32_t> tensor;
@@ -85,6 +94,8 @@ struct CallState {
 };
 struct SharedStorage {
     uint2 scan[2][(kThreads / 32)];
+    uint32_t count[512];
+    uint16_t order[512];
     CallState call;
 };
 
@@ -104,7 +115,7 @@ struct MoEParams {
     uint32_t* route(uint32_t owner, uint32_t, uint32_t) const { return routes[owner].data(); }
 };
 
-#include ROUTE_LISTER
+#include PARTS
 
 std::mt19937 random_bits(11);
 uint32_t below(uint32_t n) { return uint32_t(random_bits() % n); }
@@ -117,6 +128,40 @@ int compare(const char* what, uint32_t owner, const std::vector<uint32_t>& have,
         return 1;
     }
     return 0;
+}
+
+// The order that rank p.rank takes its experts in: those of its own tokens first, which it finds by
+// its ids alone while these are few.
+int check_order(MoEParams p, SharedStorage& s, const std::vector<uint32_t>& own) {
+    const uint32_t experts = p.shape.local_experts(), n = p.num_tokens * p.shape.topk;
+    std::vector<uint32_t> want, named;
+    for (uint32_t e = 0; e < experts; ++e) {
+        s.count[p.rank * experts + e] = own[e];
+        if (own[e]) want.push_back(e);
+        for (uint32_t i = 0; i < min(n, 256u); ++i) {
+            if (ids[i] != int32_t(p.rank * experts + e)) continue;
+            named.push_back(e);
+            break;
+        }
+    }
+    for (uint32_t e = 0; e < experts; ++e)
+        if (!own[e]) want.push_back(e);
+    named.push_back(kNoExpert);
+    std::vector<uint32_t> found(32 * named.size());
+    {
+        std::vector<std::jthread> threads;
+        for (uint32_t lane = 0; lane < 32; ++lane)
+            threads.emplace_back([&, lane] {
+                threadIdx.x = lane;
+                order_experts(p, s);
+                for (size_t i = 0; i < named.size(); ++i)
+                    found[i * 32 + lane] = named_expert(p, uint32_t(i));
+            });
+    }
+    std::vector<uint32_t> named_by_lane;
+    for (uint32_t e : named) named_by_lane.insert(named_by_lane.end(), 32, e);
+    return compare("order", p.rank, {s.order, s.order + experts}, want) +
+           compare("named experts by lane", p.rank, found, named_by_lane);
 }
 
 int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t offset) {
@@ -158,6 +203,9 @@ int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t of
         want_routes.resize(n + 1, kUntouched);
         failures += compare("counts", owner, counts[owner], want_counts);
         failures += compare("routes", owner, routes[owner], want_routes);
+        MoEParams of_owner = p;
+        of_owner.rank = owner;
+        failures += check_order(of_owner, *s, want_counts);
     }
     if (failures)
         std::printf(
@@ -169,6 +217,7 @@ int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t of
 int main() {
     for (uint32_t w = 0; w < (kThreads / 32); ++w) warp_barriers.emplace_back(32);
     int failures = check_lists({2, 4, 8}, 300, 2, 0);  // several rounds of loads
+    failures += check_lists({2, 140, 6}, 20, 9, 0);    // more experts than lanes
     for (uint32_t i = 0; i < 20 && !failures; ++i) {
         const uint32_t ranks = 1u << below(3), tokens = i % 4 ? below(40) : below(400);
         failures += check_lists({ranks, ranks * (1 + below(12)), 1 + below(8)}, tokens,

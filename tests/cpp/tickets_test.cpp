@@ -28,8 +28,7 @@ struct CallState {
     uint32_t num_blocks;
 };
 struct SharedStorage {
-    std::vector<uint32_t> rows;
-    const uint32_t* block_begin;
+    const uint32_t *row_begin, *block_begin;
     PlaceWalk::State walk, walk_kept;
     CallState call;
 };
@@ -42,9 +41,15 @@ struct MoEParams {
 };
 
 uint32_t half_of_sm(const MoEParams& p) { return p.half[blockIdx.x]; }
-uint32_t expert_at(const MoEParams& p, uint32_t order) {
-    const uint32_t shared = p.shape.num_shared;
-    return order < shared ? p.shape.local_experts() + order : order - shared;
+uint32_t expert_at(const MoEShape& shape, uint32_t order) {
+    const uint32_t shared = shape.num_shared;
+    return order < shared ? shape.local_experts() + order : order - shared;
+}
+uint32_t expert_at(const MoEParams& p, const SharedStorage&, uint32_t order) {
+    return expert_at(p.shape, order);
+}
+ExpertBlocks blocks_of(const MoEParams& p, const SharedStorage& s, uint32_t order) {
+    return ExpertBlocks(p.shape, s.row_begin[order + 1] - s.row_begin[order]);
 }
 uint32_t expert_of(const MoEParams&, const uint32_t* begin, uint32_t i) {
     uint32_t e = 0;
@@ -91,7 +96,8 @@ class Call {
         std::vector<uint32_t> rows(shape.total_experts());
         for (uint32_t& r : rows) r = below(3) ? below(50) : 0;
         for (uint32_t i = 0; i < shape.total_experts(); ++i) {
-            const uint32_t n = rows[expert_at(p_, i)];
+            const uint32_t n = rows[expert_at(shape, i)];
+            row_begin_.push_back(row_begin_.back() + n);
             begin_.push_back(begin_.back() + (n ? ExpertBlocks(shape, n).count() : 0));
         }
         TileWalk<Rows> walk(shape, Rows{rows.data()});
@@ -104,7 +110,7 @@ class Call {
         left_[1].assign(begin_.back(), kL2Tiles);
         for (uint32_t i = 0; i < num_ctas; ++i) {
             p_.half.push_back(i < 2 ? i : below(2));
-            ctas_[i].s = {rows, begin_.data(), {}, {}, {begin_.back()}};
+            ctas_[i].s = {row_begin_.data(), begin_.data(), {}, {}, {begin_.back()}};
         }
     }
 
@@ -219,7 +225,7 @@ class Call {
     Control words_{};
     MoEParams p_;
     std::vector<Cta> ctas_;
-    std::vector<uint32_t> begin_{0};
+    std::vector<uint32_t> row_begin_{0}, begin_{0};
     std::vector<Tile> tiles_[2];     // by ticket
     std::vector<uint32_t> left_[2];  // tiles of a block
 };

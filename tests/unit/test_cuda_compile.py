@@ -52,6 +52,8 @@ def test_compiles_within_budget(name, capsys):
     for r in resources.values():
         assert r.registers <= LAUNCH_REGISTERS, r
         assert r.spill_stores == r.spill_loads == 0, r
+        # A frame brings dead stores of every array into it: 2 % of a call (docs/performance.md).
+        assert r.stack == 0, r
 
 
 @pytest.mark.timeout(600)

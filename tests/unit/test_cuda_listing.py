@@ -1,4 +1,7 @@
-"""Route listing of the CUDA kernel, compiled for the host: every list and count, in order."""
+"""Route listing of the CUDA kernel, compiled for the host: every list and count, in order.
+
+And the order in which a rank takes its experts, and how it foresees its beginning.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,24 @@ from tests.host_cpp import ROOT, run_program
 
 @pytest.fixture(scope="module")
 def lister() -> str:
-    """The class, as the kernel has it."""
-    source = (ROOT / "csrc" / "moe" / "dispatch.cuh").read_text()
-    begin = source.index("class RouteLister {")
-    return source[begin : source.index("\n};\n", begin) + 4]
+    """The class and the functions, as the kernel has them."""
+    dispatch = (ROOT / "csrc" / "moe" / "dispatch.cuh").read_text()
+    weights = (ROOT / "csrc" / "moe" / "weights.cuh").read_text()
+    return "\n".join(
+        source[begin : source.index(end, begin) + len(end)]
+        for source, start, end in (
+            (dispatch, "class RouteLister {", "\n};\n"),
+            (dispatch, "MEGAMOE_DEVICE void order_experts(", "\n}\n"),
+            (weights, "inline constexpr uint32_t kNoExpert", "\n}\n"),
+        )
+        for begin in [source.index(start)]
+    )
 
 
 def run(lister: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    part = folder / "route_lister.inc"
+    part = folder / "parts.inc"
     part.write_text(lister)
-    return run_program("listing_test", folder, "-pthread", f'-DROUTE_LISTER="{part}"')
+    return run_program("listing_test", folder, "-pthread", f'-DPARTS="{part}"')
 
 
 def test_lists_are_in_order(lister, tmp_path):
@@ -36,6 +47,10 @@ def test_lists_are_in_order(lister, tmp_path):
         ("list + at + before", "list + at"),
         ("by_four_ && ", ""),
         ("i + kWords <= end_", "i < end_"),
+        ("(own[e] == 0) == wanted", "(own[e] != 0) == wanted"),
+        ("s.order[at + __popc", "s.order[__popc"),
+        ("min(experts - first, 32u)", "32u"),
+        ("order -= __popc(named)", "order -= 1"),
     ],
 )
 def test_a_broken_lister_is_found(lister, part, instead, tmp_path):

@@ -3,10 +3,11 @@
 // Both derive from the expert counts alone, so every unit computes them for itself and no unit
 // waits for a scheduler.
 //
-// Rows. Local experts are taken in the order shared first (they need no peer), then routed. The
-// rows of an expert come by source rank, the own rank first and then upwards (so that ranks do not
-// all pull from rank 0 at once), within a source by token and slot. Each expert's rows are cut into
-// blocks of at most block_m rows (ExpertBlocks); blocks are numbered through the call.
+// Rows. Local experts are taken in the order shared first (they need no peer), then routed; on a
+// GPU those that own tokens go to come before the other routed ones. The rows of an expert come by
+// source rank, the own rank first and then upwards (so that ranks do not all pull from rank 0 at
+// once), within a source by token and slot. Each expert's rows are cut into blocks of at most
+// block_m rows (ExpertBlocks); blocks are numbered through the call.
 //
 // Tickets. A wave is up to wave_blocks consecutive blocks of one expert. The order is a sequence of
 // segments: Linear 1 of a wave, or Linear 2 of a wave. Inside a segment the tile column is outer
