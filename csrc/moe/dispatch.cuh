@@ -132,23 +132,13 @@ class RouteLister {
     bool by_four_;  // the caller's ids may be a part of a tensor
 };
 
-// The CTA that is last to have written its lists raises this rank's flag at every peer. Hand-offs 2
-// and 3; the barrier word counts one arrival of each CTA a call.
+// Tells every peer that this CTA's lists are there. Hand-offs 2 and 3.
 MEGAMOE_DEVICE void publish_counts(const MoEParams& p, SharedStorage& s) {
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    uint32_t last = 0;
-    if (threadIdx.x == 0) {
-        ptx::fence_gpu();
-        // Relaxed, as the flag is: the fences order more.
-        last = atomicAdd(&p.control(p.rank).barrier.value, 1) + 1 == s.call.epoch * gridDim.x;
-    }
-    if (!ptx::from_lane_0(last)) return;
-    __syncwarp();
-    ptx::fence_sys();
-    for (uint32_t i = threadIdx.x; i < p.shape.num_ranks; i += 32) {
+    const uint32_t share = flag_share(blockIdx.x, gridDim.x);
+    for (uint32_t i = threadIdx.x; i < p.shape.num_ranks; i += kThreads) {
         const uint32_t peer = (p.rank + i) % p.shape.num_ranks;
-        ptx::store_relaxed_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), s.call.epoch);
+        ptx::add_release_sys(p.ptr<uint32_t>(peer, Region::kCountsFlag, p.rank), share);
     }
 }
 
@@ -226,7 +216,7 @@ MEGAMOE_DEVICE bool receive_counts(const MoEParams& p, SharedStorage& s) {
     }
     for (uint32_t r = threadIdx.x; r < ranks; r += kThreads) {
         wait_word<Compare::kReached, Scope::kSystem>(
-            p, s.call, p.word(Region::kCountsFlag, r), s.call.epoch,
+            p, s.call, p.word(Region::kCountsFlag, r), s.call.epoch * kWholeFlag,
             {Role::kDispatch, Phase::kExchange, Tag::kCountsFlag, blockIdx.x, r, r});
     }
     __syncthreads();

@@ -1,6 +1,7 @@
 // Route listing of the CUDA kernel and its order of experts, on the host: a thread per lane,
-// collectives over a barrier per warp. PARTS is a file that holds class RouteLister and
-// order_experts of csrc/moe/dispatch.cuh and named_expert of csrc/moe/weights.cuh.
+// collectives over a barrier per warp. PARTS is a file that holds flag_share of
+// protocol.hpp, class RouteLister, publish_counts and order_experts of csrc/moe/dispatch.cuh and
+// named_expert of csrc/moe/weights.cuh.
 #include <algorithm>
 #include <barrier>
 #include <bit>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #define MEGAMOE_DEVICE inline
+#define MEGAMOE_HD inline
 
 using std::min;
 
@@ -87,6 +89,7 @@ T __ldg(const T* at) {
 
 namespace ptx {
 uint32_t lane() { return threadIdx.x % 32; }
+void add_release_sys(uint32_t* word, uint32_t v) { *word += v; }
 }  // namespace ptx
 
 struct CallState {
@@ -104,6 +107,7 @@ struct Shape {
     uint32_t num_ranks, num_experts, topk;
     uint32_t local_experts() const { return num_experts / num_ranks; }
 };
+enum class Region { kCountsFlag };
 // Of one rank: what it writes to each owner.
 struct MoEParams {
     Shape shape;
@@ -111,6 +115,11 @@ struct MoEParams {
     const int32_t* topk_idx;
     uint32_t rank = 0;
     std::vector<uint32_t>*counts, *routes;
+    std::vector<uint32_t>* flags;  // [rank] at each owner
+    template <class T>
+    T* ptr(uint32_t owner, Region, uint32_t rank) const {
+        return flags[owner].data() + rank;
+    }
     uint32_t* recv_count(uint32_t owner, uint32_t, uint32_t) const { return counts[owner].data(); }
     uint32_t* route(uint32_t owner, uint32_t, uint32_t) const { return routes[owner].data(); }
 };
@@ -177,10 +186,12 @@ int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t of
         if (routing == 2) id = int32_t(shape.num_experts - 1);            // all to one
         if (routing == 3 && below(2)) id = int32_t(below(2) * per_rank);  // hot
     }
-    std::vector<std::vector<uint32_t>> counts(shape.num_ranks), routes(shape.num_ranks);
+    std::vector<std::vector<uint32_t>> counts(shape.num_ranks), routes(shape.num_ranks),
+        flags(shape.num_ranks);
     for (auto& v : counts) v.assign(per_rank + 1, kUntouched);
     for (auto& v : routes) v.assign(n + 1, kUntouched);
-    const MoEParams p{shape, num_tokens, ids, 0, counts.data(), routes.data()};
+    for (auto& v : flags) v.assign(shape.num_ranks, 0);
+    const MoEParams p{shape, num_tokens, ids, 0, counts.data(), routes.data(), flags.data()};
     auto s = std::make_unique<SharedStorage>();
     gridDim.x = num_ctas;
     for (blockIdx.x = 0; blockIdx.x < num_ctas; ++blockIdx.x) {
@@ -189,6 +200,7 @@ int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t of
             threads.emplace_back([&, i] {
                 threadIdx.x = i;
                 RouteLister(p, *s).run();
+                publish_counts(p, *s);
             });
     }
     int failures = 0;
@@ -201,6 +213,9 @@ int check_lists(Shape shape, uint32_t num_tokens, uint32_t num_ctas, uint32_t of
             want_counts[e] = uint32_t(want_routes.size() - before);
         }
         want_routes.resize(n + 1, kUntouched);
+        std::vector<uint32_t> want_flags(shape.num_ranks, 0);
+        want_flags[0] = kWholeFlag;
+        failures += compare("flags", owner, flags[owner], want_flags);
         failures += compare("counts", owner, counts[owner], want_counts);
         failures += compare("routes", owner, routes[owner], want_routes);
         MoEParams of_owner = p;

@@ -255,6 +255,32 @@ def test_graphs_replay_with_changed_inputs():
     session.close()
 
 
+def test_more_calls_than_a_counts_flag_has_epochs():
+    """A flag is a whole 65536th of its word for each call (protocol.hpp), so it starts over."""
+    case = replace(by_name(1)["fp8-shared"], tokens=(9,))
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    ids = ids.int()
+    session = CudaSession(case.spec, replace(BIG, timeout_s=5), _alone())
+    session.load_weights(case.experts(0))
+    y = torch.zeros(9, case.spec.hidden, dtype=torch.bfloat16, device="cuda")
+    session.stage(x, None)
+    session.run_moe(ids, weight, y)
+    want = y.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(64):
+            session.stage(x, None)
+            session.launch(ids, weight, y)
+    for _ in range(2**16 // 64 + 2):
+        graph.replay()
+    y.fill_(float("nan"))
+    graph.replay()
+    session.check()
+    assert session.counters().epoch > 2**16
+    assert_bitwise(y.cpu(), want.cpu(), "after 65536 calls")
+    session.close()
+
+
 @pytest.mark.parametrize("block_m", [16, 128, 144])
 @pytest.mark.parametrize("weight_dtype", ["fp8", "bf16"])
 def test_two_streams_of_tickets_change_no_bit(weight_dtype, block_m, monkeypatch):

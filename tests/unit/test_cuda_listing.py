@@ -18,10 +18,13 @@ def lister() -> str:
     """The class and the functions, as the kernel has them."""
     dispatch = (ROOT / "csrc" / "moe" / "dispatch.cuh").read_text()
     weights = (ROOT / "csrc" / "moe" / "weights.cuh").read_text()
+    protocol = (ROOT / "csrc" / "include" / "megamoe" / "protocol.hpp").read_text()
     return "\n".join(
         source[begin : source.index(end, begin) + len(end)]
         for source, start, end in (
+            (protocol, "inline constexpr uint32_t kWholeFlag", "\n}\n"),
             (dispatch, "class RouteLister {", "\n};\n"),
+            (dispatch, "MEGAMOE_DEVICE void publish_counts(", "\n}\n"),
             (dispatch, "MEGAMOE_DEVICE void order_experts(", "\n}\n"),
             (weights, "inline constexpr uint32_t kNoExpert", "\n}\n"),
         )
@@ -47,6 +50,8 @@ def test_lists_are_in_order(lister, tmp_path):
         ("list + at + before", "list + at"),
         ("by_four_ && ", ""),
         ("i + kWords <= end_", "i < end_"),
+        ("kWholeFlag % num_ctas", "0"),
+        ("flag_share(blockIdx.x, gridDim.x)", "flag_share(0, gridDim.x)"),
         ("(own[e] == 0) == wanted", "(own[e] != 0) == wanted"),
         ("s.order[at + __popc", "s.order[__popc"),
         ("min(experts - first, 32u)", "32u"),

@@ -53,7 +53,7 @@ struct Control {
     Line abort;         // 0, or 1 + the rank that gave up
     Line fault_claim;   // the first unit of this rank to give up writes the record
     Line epoch;         // calls finished since the last reset
-    Line barrier;       // arrivals at the grid barrier, cumulative
+    Line barrier;       // arrivals at the grid barrier of CPU units, cumulative
     Line ticket[2];     // next tile of this call, by stream; of CPU ranks, the first alone
     Line exits;         // roles that have left this call
     Line64 block_base;  // ring blocks of all earlier calls; advanced by the last to leave

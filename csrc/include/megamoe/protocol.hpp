@@ -4,6 +4,8 @@
 //   flag     holds the epoch it was last raised in. A waiter of call e accepts e or later: a peer
 //            that needs nothing more from this rank goes on to e + 1 while some role here has yet
 //            to look. It can't be two ahead: finishing e + 1 takes this rank's flag of e + 1.
+//            On a GPU every CTA raises a peer's flag by its share (flag_share), and an epoch is a
+//            whole flag, so that no CTA waits to learn that it is the last.
 //   counter  grows for the life of the session, by increments that do not depend on the call's data
 //            (rings, grid barrier): a wait compares with a target that the waiter computes.
 // Both may wrap; `reached` compares modulo 2^32.
@@ -28,9 +30,11 @@
 //   #  data                 written by           read by              ordered by
 //   1  unit_count           count, each unit     count, every unit    grid barrier (acq-rel add)
 //   2  routes, recv_count   count, each unit     every peer's roles   grid barrier, then counts_flag
-//                                                                     release (system) / acquire
-//   3  x, scales in input   staging: before the  peers' dispatch      as 2: written before the grid
-//                           call; on a GPU each                       barrier, the flag follows
+//                                                                     release (system) / acquire;
+//                                                                     GPU: counts_flag alone, which
+//                                                                     each CTA adds to with release
+//   3  x, scales in input   staging: before the  peers' dispatch      as 2
+//                           call; on a GPU each
 //                           CTA, first of all
 //   4  L1 ring rows         dispatch             linear1, all units   l1_full release / acquire
 //                                                                     GPU: generic writes, bulk
@@ -103,8 +107,13 @@ MEGAMOE_HD constexpr L2Slot l2_slot(const MoEShape& s, uint64_t q) {
     return l2_slot(s, ring_position(q, s.ring_l2));
 }
 
-// CPU units meet at the grid barrier this often in a call, always. On a GPU each CTA arrives once,
-// when it has listed its routes, and only the last to arrive goes on to raise the flags.
+// What the CTAs of a rank add to a counts flag in a call, together and each.
+inline constexpr uint32_t kWholeFlag = 1 << 16;
+MEGAMOE_HD constexpr uint32_t flag_share(uint32_t cta, uint32_t num_ctas) {
+    return kWholeFlag / num_ctas + (cta < kWholeFlag % num_ctas);
+}
+
+// CPU units meet at the grid barrier this often in a call, always.
 inline constexpr uint32_t kBarriersPerCall = 2;
 // Arrivals that complete barrier `index` (0 or 1) of call `epoch` (from 1), on CPU ranks.
 MEGAMOE_HD constexpr uint32_t barrier_target(uint32_t epoch, uint32_t index, uint32_t num_units) {
