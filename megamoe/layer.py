@@ -9,6 +9,7 @@ Shapes: T tokens of this rank (0..max_tokens, different on every rank), H hidden
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Literal, Self
@@ -23,7 +24,7 @@ from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree, find_rendezvous
 from megamoe.tuning import TUNABLE, tuned
-from megamoe.weights import ExpertWeights
+from megamoe.weights import ExpertWeights, need_values
 
 __all__ = [
     "Backend",
@@ -58,8 +59,13 @@ class MoELayer:
         """Takes this rank's experts, streaming.
 
         Raises:
-            InputError: an expert's index, shape, dtype or scales do not fit the layer.
+            InputError: an expert's index, shape, dtype or scales do not fit the layer, or a tensor
+                has no values.
         """
+        if not isinstance(experts, Iterable):
+            raise InputError(
+                f"experts is a {_kind(experts)}: must be an iterable of ExpertWeights, one or more"
+            )
         self._session.load_weights(experts)
 
     def run(
@@ -136,7 +142,10 @@ class MoELayer:
 
         Raises:
             GroupBroken: a rank is missing; the survivors need a new group.
+            InputError: a limit that is none. Nothing was sent.
         """
+        if not isinstance(limit_s, int | float) or not 0 <= limit_s < math.inf:
+            raise InputError(f"limit_s = {limit_s!r}: must be a number of seconds, 0 or more")
         self._session.reset(limit_s)
 
     def close(self) -> None:
@@ -159,9 +168,10 @@ class MoELayer:
     ) -> None:
         """Everything that can be wrong with a call."""
         spec = self.spec
-        for name, tensor in (("topk_idx", topk_idx), ("topk_weight", topk_weight)):
-            if not isinstance(tensor, Tensor):
-                raise InputError(f"{name} is a {_kind(tensor)}: must be a torch.Tensor")
+        named = {"x": x, "x scales": scale, "topk_idx": topk_idx, "topk_weight": topk_weight}
+        for name, tensor in named.items():
+            if tensor is not None or name != "x scales":
+                need_values(name, tensor)
         if x.dim() != 2 or x.shape[1] != spec.hidden:
             raise InputError(f"x has shape {tuple(x.shape)}: must be [T, {spec.hidden}]")
         num_tokens = x.shape[0]
@@ -287,6 +297,11 @@ def open_layer(
         SymmetricMemoryError: a window could not be allocated or mapped, on any rank.
         BackendUnavailable: ``"cuda"`` asked for on a machine that cannot run it.
     """
+    if not isinstance(spec, MoESpec) or not isinstance(config, EpConfig):
+        raise SpecError(
+            f"open_layer got a {_kind(spec)} and a {_kind(config)}: must be a MoESpec and an "
+            "EpConfig, in this order"
+        )
     chosen = choose_backend(backend)
     config.resolved(spec)  # a setting that cannot work is refused before any rank is asked
     rendezvous = rendezvous or find_rendezvous(config.num_ranks)

@@ -22,6 +22,7 @@ __all__ = [
     "check_expert",
     "iter_local_experts",
     "local_expert_ids",
+    "need_values",
     "random_expert",
     "random_experts",
 ]
@@ -59,12 +60,15 @@ def check_expert(spec: MoESpec, expert: ExpertWeights, num_ranks: int) -> None:
     """Checks an expert against the layer.
 
     Raises:
-        InputError: index, a shape, a dtype or a missing scale; the message names the tensor.
+        InputError: index, a shape, a dtype, no values or a missing scale; the message names the
+            tensor.
     """
+    if not isinstance(expert, ExpertWeights):
+        raise InputError(f"an expert is a {type(expert).__name__}: must be ExpertWeights")
     local = spec.experts_per_rank(num_ranks) + spec.num_shared
-    if not 0 <= expert.index < local:
+    if type(expert.index) is not int or not 0 <= expert.index < local:
         raise InputError(
-            f"expert index {expert.index}: this rank has local experts 0..{local - 1} "
+            f"expert index {expert.index!r}: must be an int; this rank has local experts 0..{local - 1} "
             f"({local - spec.num_shared} routed, {spec.num_shared} shared)"
         )
     fp8 = spec.weight_dtype == "fp8"
@@ -85,10 +89,28 @@ def _check(
 ) -> None:
     if tensor is None:
         raise InputError(f"expert {index}: {name} is missing; want {dtype} {shape}")
+    need_values(f"expert {index}: {name}", tensor)
+    if tensor.is_meta:
+        raise InputError(f"expert {index}: {name} is on meta, where nothing has values: load it")
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise InputError(
             f"expert {index}: {name} is {tensor.dtype} {tuple(tensor.shape)}; want {dtype} {shape}"
         )
+
+
+def need_values(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose memory does not hold its values: backends read addresses.
+
+    Raises:
+        InputError: it is no tensor, is sparse, or is negated only when torch reads it.
+    """
+    if not isinstance(tensor, Tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+        raise InputError(f"{name} is a {kind}: must be a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{name} is {tensor.layout}: must be torch.strided; pass its to_dense()")
+    if tensor.is_neg():
+        raise InputError(f"{name} is a lazily negated view: pass its resolve_neg()")
 
 
 def local_expert_ids(spec: MoESpec, rank: int, num_ranks: int) -> range:

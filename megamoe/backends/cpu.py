@@ -86,9 +86,9 @@ class CpuSession:
         session = self._open()
         for expert in experts:
             check_expert(self._spec, expert, self.config.num_ranks)
-            w1, w2 = expert.w1.contiguous(), expert.w2.contiguous()
-            s1 = expert.w1_scale.contiguous() if expert.w1_scale is not None else None
-            s2 = expert.w2_scale.contiguous() if expert.w2_scale is not None else None
+            w1, w2 = expert.w1.cpu().contiguous(), expert.w2.cpu().contiguous()
+            s1 = expert.w1_scale.cpu().contiguous() if expert.w1_scale is not None else None
+            s2 = expert.w2_scale.cpu().contiguous() if expert.w2_scale is not None else None
             session.load_expert(
                 expert.index,
                 w1.data_ptr(),

@@ -20,7 +20,7 @@ from megamoe.errors import (
 )
 from megamoe.layer import open_layer
 from megamoe.spec import MODELS, EpConfig, MoESpec
-from megamoe.weights import random_experts
+from megamoe.weights import random_expert, random_experts
 from tests.groups import run_group
 
 SPEC = MoESpec(hidden=128, inter=128, num_experts=4, topk=2)
@@ -73,6 +73,8 @@ def with_id(value):
         ),
         ((inputs()[0].to("meta"), *inputs()[1:]), InputError, ["cpu, meta", "one cpu device"]),
         ([t.to("meta") for t in inputs()], InputError, ["on meta", "one cpu device"]),
+        ((inputs()[0].to_sparse(), *inputs()[1:]), InputError, ["x is torch.sparse", "to_dense"]),
+        ((*inputs()[:2], torch._neg_view(inputs()[2])), InputError, ["topk_weight", "negated"]),
         (
             (
                 (inputs()[0].to(torch.float8_e4m3fn), torch.ones(3, 1, device="meta")),
@@ -90,6 +92,38 @@ def test_bad_call(layer, call, error, words):
         assert word in str(caught.value)
     # Nothing was sent: the next good call works.
     assert layer.run(*inputs()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        (None, ["a NoneType", "an iterable of ExpertWeights"]),
+        (random_expert(SPEC, 0, 0, seed=0), ["ExpertWeights: must be an iterable"]),
+        ([(0, None)], ["a tuple", "ExpertWeights"]),
+        (
+            [replace(random_expert(SPEC, 0, 0, seed=0), w2_scale=torch.ones(1, 1, device="meta"))],
+            ["expert 0: w2_scale is on meta"],
+        ),
+    ],
+)
+def test_bad_experts(layer, experts, words):
+    with pytest.raises(InputError) as caught:
+        layer.load_weights(experts)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, "30", None])
+def test_a_reset_has_a_limit(layer, limit):
+    with pytest.raises(InputError, match="limit_s = .*: must be a number of seconds"):
+        layer.reset(limit)
+    layer.reset(5)
+    assert layer.run(*inputs()).isfinite().all()
+
+
+def test_open_layer_takes_a_spec_and_a_config():
+    with pytest.raises(SpecError, match="EpConfig and a .*MoESpec: must be a MoESpec and an EpC"):
+        open_layer(ONE, SPEC, backend="cpu")
 
 
 @pytest.mark.parametrize(

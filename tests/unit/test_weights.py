@@ -69,10 +69,21 @@ def test_local_expert_ids():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"index": 5}, r"index 5: this rank has local experts 0\.\.4 \(4 routed, 1 shared\)"),
+        (
+            {"index": 5},
+            r"index 5: must be an int; this rank has local experts 0\.\.4 \(4 routed, 1 shared\)",
+        ),
         ({"w1": torch.zeros(256, 256)}, r"expert 1: w1 is torch.float32 \(256, 256\); want"),
         ({"w2": torch.zeros(128, 256, dtype=torch.float8_e4m3fn)}, r"w2 is .* \(128, 256\); want"),
         ({"w1_scale": None}, "w1_scale is missing"),
+        ({"index": 0.5}, r"index 0\.5: must be an int"),
+        ({"w1": [1, 2]}, "expert 1: w1 is a list: must be a torch.Tensor"),
+        (
+            {"w1": torch.zeros(256, 256).to_sparse()},
+            "w1 is torch.sparse_coo: must be torch.strided",
+        ),
+        ({"w1": torch.zeros(256, 256, device="meta")}, "w1 is on meta"),
+        ({"w2_scale": torch._neg_view(torch.ones(2, 1))}, "w2_scale is a lazily negated view"),
         ({"w2_scale": torch.ones(1, 2)}, r"w2_scale is torch.float32 \(1, 2\); want .* \(2, 1\)"),
     ],
 )
