@@ -169,9 +169,9 @@ def _json_values(name: str, datatype: str, shape: tuple[int, ...], data: Any) ->
         )
     dtype = _NUMPY[datatype]
     kinds = (int,) if dtype.kind in "iu" else (int, float)
-    wrong = next((value for value in flat if type(value) not in kinds), None)
-    if wrong is not None:
-        raise _bad(f"input {name!r}: {str(wrong)[:40]!r} in data is no {datatype} value")
+    wrong = [value for value in flat if type(value) not in kinds][:1]  # may be None: JSON's null
+    if wrong:
+        raise _bad(f"input {name!r}: {str(wrong[0])[:40]!r} in data is no {datatype} value")
     try:
         wide = np.array(flat, np.int64 if dtype.kind in "iu" else np.float64)
     except OverflowError:

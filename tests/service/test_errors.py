@@ -101,6 +101,7 @@ JSON_BODIES = {
     "string data": json.dumps(one_input(data="0123")).encode(),
     "few values": json.dumps(one_input(data=[0, 1])).encode(),
     "bool values": json.dumps(one_input(data=[True, 1, 2, 3])).encode(),
+    "null values": json.dumps(one_input(data=[None, 1, 2, 3])).encode(),
     "float ids": json.dumps(one_input(data=[0.5, 1, 2, 3])).encode(),
     "int32 overflow": json.dumps(one_input(data=[1 << 31, 1, 2, 3])).encode(),
     "int64 overflow": json.dumps(one_input(data=[1 << 70, 1, 2, 3])).encode(),
