@@ -168,10 +168,10 @@ class MoELayer:
     ) -> None:
         """Everything that can be wrong with a call."""
         spec = self.spec
-        named = {"x": x, "x scales": scale, "topk_idx": topk_idx, "topk_weight": topk_weight}
-        for name, tensor in named.items():
-            if tensor is not None or name != "x scales":
-                need_values(name, tensor)
+        for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weight", topk_weight)):
+            need_values(name, tensor)
+        if scale is not None:
+            need_values("x scales", scale)
         if x.dim() != 2 or x.shape[1] != spec.hidden:
             raise InputError(f"x has shape {tuple(x.shape)}: must be [T, {spec.hidden}]")
         num_tokens = x.shape[0]

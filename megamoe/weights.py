@@ -68,8 +68,8 @@ def check_expert(spec: MoESpec, expert: ExpertWeights, num_ranks: int) -> None:
     local = spec.experts_per_rank(num_ranks) + spec.num_shared
     if type(expert.index) is not int or not 0 <= expert.index < local:
         raise InputError(
-            f"expert index {expert.index!r}: must be an int; this rank has local experts 0..{local - 1} "
-            f"({local - spec.num_shared} routed, {spec.num_shared} shared)"
+            f"expert index {expert.index!r}: must be an int; this rank has local experts "
+            f"0..{local - 1} ({local - spec.num_shared} routed, {spec.num_shared} shared)"
         )
     fp8 = spec.weight_dtype == "fp8"
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -104,7 +104,8 @@ def need_values(name: str, tensor: Tensor) -> None:
     Raises:
         InputError: it is no tensor, is sparse, or is negated only when torch reads it.
     """
-    if not isinstance(tensor, Tensor):
+    given: object = tensor
+    if not isinstance(given, Tensor):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
         raise InputError(f"{name} is a {kind}: must be a torch.Tensor")
     if tensor.layout != torch.strided:

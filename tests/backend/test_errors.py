@@ -115,14 +115,14 @@ def test_bad_experts(layer, experts, words):
 
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, "30", None])
 def test_a_reset_has_a_limit(layer, limit):
-    with pytest.raises(InputError, match="limit_s = .*: must be a number of seconds"):
+    with pytest.raises(InputError, match=r"limit_s = .*: must be a number of seconds"):
         layer.reset(limit)
     layer.reset(5)
     assert layer.run(*inputs()).isfinite().all()
 
 
 def test_open_layer_takes_a_spec_and_a_config():
-    with pytest.raises(SpecError, match="EpConfig and a .*MoESpec: must be a MoESpec and an EpC"):
+    with pytest.raises(SpecError, match=r"EpConfig and a .*MoESpec: must be a MoESpec and an EpC"):
         open_layer(ONE, SPEC, backend="cpu")
 
 
