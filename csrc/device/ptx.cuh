@@ -156,10 +156,6 @@ MEGAMOE_DEVICE uint32_t fetch_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
                  : "memory");
     return old;
 }
-// Causality order is transitive over scopes: what a CTA wrote to a peer, and then made known on
-// this GPU by a gpu fence, is ordered before what another CTA, which has seen it, tells the peer
-// behind a fence of the system.
-MEGAMOE_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 MEGAMOE_DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 MEGAMOE_DEVICE uint32_t sm_id() {

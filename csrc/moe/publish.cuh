@@ -24,7 +24,8 @@ MEGAMOE_DEVICE void find_targets(const MoEParams& p, SharedStorage& s, const Tas
 }
 
 // The math warps' stores are ordered before these additions by the tile_written barrier and by the
-// release or the fence.
+// release. What lane 0 acquires with the last one is all lanes' (from_lane_0), so each may tell it
+// to a peer: causality order is transitive over scopes.
 MEGAMOE_DEVICE void announce(const MoEParams& p, const Task& task,
                              uint32_t* const (&arrived)[kRowsPerLane]) {
     if (task.kind == TileKind::kLinear1) {  // hand-offs 5 and 6
@@ -35,13 +36,10 @@ MEGAMOE_DEVICE void announce(const MoEParams& p, const Task& task,
         return;
     }
     uint32_t last = 0;  // hand-offs 7 and 8
-    if (ptx::lane() == 0) {
-        ptx::fence_gpu();
-        // Relaxed: the fences before and after it order more.
-        last = atomicAdd(p.word(Region::kL2Empty, task.l2.slot), 1) + 1 == task.l2.done_target;
-    }
+    if (ptx::lane() == 0)
+        last = ptx::fetch_add_acq_rel_gpu(p.word(Region::kL2Empty, task.l2.slot), 1) + 1 ==
+               task.l2.done_target;
     if (!ptx::from_lane_0(last)) return;
-    __syncwarp();
     ptx::fence_sys();
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {

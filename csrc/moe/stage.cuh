@@ -76,7 +76,7 @@ MEGAMOE_DEVICE uint64_t thread_of_call() {
     return (uint64_t(local / 32) * gridDim.x + blockIdx.x) * 32 + local % 32;
 }
 
-// Of a call. Written before the grid barrier, as the routes are: hand-off 3.
+// Of a call. Told to peers with the routes: hand-off 3.
 MEGAMOE_DEVICE void stage_call(const MoEParams& p) {
     if (p.stage_x == nullptr) return;  // the caller has written the window
     const RowsToStage rows{p.stage_x, p.stage_scale, p.at(p.rank, Region::kInput),

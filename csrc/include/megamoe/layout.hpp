@@ -15,7 +15,7 @@ namespace megamoe {
     X(kHostBarrier, "host_barrier")   /* [R] line: arrivals of peers' hosts; not cleared */  \
     X(kControl, "control")            /* Control */                                          \
     X(kFault, "fault")                /* [R] FaultRecord, written by rank r at r */          \
-    X(kCountsFlag, "counts_flag")     /* [R] line: epoch whose counts have arrived from r */ \
+    X(kCountsFlag, "counts_flag")     /* [R] line: calls whose counts have arrived from r */ \
     X(kL1Full, "l1_full")             /* [B1] line: rows pulled, padding counted */          \
     X(kL1Empty, "l1_empty")           /* [B1] line: Linear 1 tiles done */                   \
     X(kL2Full, "l2_full")             /* [B2] line: Linear 1 tiles done */                   \
@@ -55,7 +55,7 @@ struct Control {
     Line epoch;         // calls finished since the last reset
     Line barrier;       // arrivals at the grid barrier of CPU units, cumulative
     Line ticket[2];     // next tile of this call, by stream; of CPU ranks, the first alone
-    Line exits;         // roles that have left this call
+    Line exits;         // roles that have left this call; CTAs, that have had their last ticket
     Line64 block_base;  // ring blocks of all earlier calls; advanced by the last to leave
 };
 

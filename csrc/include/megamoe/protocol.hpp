@@ -22,8 +22,7 @@
 //   l2_full[slot]   += 1 per finished Linear 1 tile;   ready when reached (u + 1) * l1_tiles
 //   l2_empty[slot]  += 1 per finished Linear 2 tile;   free for q when reached u * l2_tiles
 // The unit that brings l2_empty to (u + 1) * l2_tiles has seen every tile of the block finished
-// (the additions are acquire-release; on a GPU relaxed between fences, which order as much), so it
-// adds 1 to token_arrived of every row's source token.
+// (the additions are acquire-release), so it adds 1 to token_arrived of every row's source token.
 //
 // Hand-offs, and what orders them. "CPU" is the C++ memory model; the GPU kernel cites this table.
 // clang-format off
