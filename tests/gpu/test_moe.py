@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megamoe.backends.cuda import CudaSession
+from megamoe.backends.cuda_driver import check, driver_api
 from megamoe.backends.cuda_halves import _measured, words_of
 from megamoe.backends.cuda_placing import find_swapped
 from megamoe.backends.cuda_weights import _aligned
@@ -252,6 +253,36 @@ def test_graphs_replay_with_changed_inputs():
                 graph.replay()
             session.check()
             assert_bitwise(y.cpu(), expected.cpu(), f"{tokens} tokens from {shift}")
+    session.close()
+
+
+def test_a_call_that_fails_in_its_combine_is_mended():
+    """Its CTAs have counted themselves out by then, so it closes the call and fails."""
+    case = replace(by_name(1)["fp8-shared"], tokens=(40,))
+    x, ids, weight = (gpu(v) for v in case.inputs(0))
+    ids = ids.int()
+    session = CudaSession(case.spec, replace(BIG, timeout_s=0.3), _alone())
+    session.load_weights(case.experts(0))
+
+    def call():
+        y = torch.full_like(x, float("nan"), dtype=torch.bfloat16)
+        session.stage(x, None)
+        session.run_moe(ids, weight, y)
+        return y.cpu()
+
+    want = call()
+    address = session._address("token_arrived") + 4 * 17  # no count that a token can have
+    check(driver_api().cuMemsetD8(address, 0x11, 4), "a wrong count")
+    torch.cuda.synchronize()
+    with pytest.raises(PeerTimeout) as caught:
+        call()
+    record = caught.value.record
+    assert (record.phase, record.tag, record.index) == ("combine", "token_arrived", 17)
+    assert record.epoch == 2
+    with pytest.raises(PeerTimeout):
+        call()  # only reset() mends it
+    session.reset(20)
+    assert_bitwise(call(), want, "after reset")
     session.close()
 
 
