@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
+from launcher.children import keep_folder_out
 from launcher.console import EXIT_ERROR, errors_to_exit, explained, stderr
 from launcher.endings import end_as_rank, leave
 from megamoe.errors import BackendUnavailable, MegaMoeError, SpecError
@@ -303,6 +304,7 @@ def torchrun(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    keep_folder_out()
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(num_ranks)))
     if not debug:
         # Ranks say what went wrong; torchrun's account, by loggers of own levels, would bury it.

@@ -18,6 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
+from launcher.children import keep_folder_out
 from launcher.console import EXIT_ERROR
 from launcher.ranks import cores_per_rank
 
@@ -71,6 +72,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit status."""
+        keep_folder_out()
         # Not ``sigtimedwait``: interrupted by SIGCONT at its end, CPython's returns stale bytes.
         for number in SIGNALS:
             signal.signal(number, lambda number, _: self.came.append(number))

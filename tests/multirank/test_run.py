@@ -189,3 +189,24 @@ def test_missing_files(folder, tmp_path):
     found = in_process(tmp_path, "none.safetensors", x=str(folder / "x.safetensors"))
     assert found.exit_code == 2
     assert "config.json is missing" in found.stderr
+
+
+def test_files_of_the_folder_are_not_run_in_place_of_modules(folder):
+    """``python -m`` looks into the current folder first, where a user may have anything."""
+    place = folder / "shadows"
+    (place / "launcher").mkdir(parents=True)
+    for name in ("launcher/__init__.py", "random.py"):
+        (place / name).write_text("raise SystemExit('not the module')")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-P", "-c", "from launcher.cli import app; app()", "run"]
+    told = subprocess.run(
+        [*command, *options(folder, "shadowed.safetensors", "--ranks", "2")],
+        cwd=place,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert load_file(folder / "shadowed.safetensors")["hidden_states"].shape == (TOKENS, 256)
