@@ -23,7 +23,7 @@ def read_key() -> str | None:
     """The API key from the environment, or None.
 
     Raises:
-        ConfigError: the key file cannot be read.
+        ConfigError: the key file cannot be read, or holds no text.
     """
     name = os.environ.get("MEGAMOE_API_KEY_FILE")
     if not name:
@@ -32,6 +32,10 @@ def read_key() -> str | None:
         return Path(name).read_text().strip()
     except OSError as error:
         raise ConfigError(f"the API key's file {name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"the API key's file {name} is no text: give one that holds a key"
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:

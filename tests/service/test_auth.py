@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from service import auth as auth_module
+from service.__main__ import read_key
 from service.auth import OPEN_PATHS
+from service.config import ConfigError
 from tests.service.echo import EchoEngine
 from tests.service.served import HTTP
 
@@ -147,3 +149,10 @@ def test_fault_injection_with_the_flag(http):
     body = {"rank": 1, "action": "kill"}
     assert http.post("/debug/fault", json=body, headers=headers).status_code == 200
     assert http.get("/ready").status_code == 503
+
+
+def test_a_key_file_that_is_no_text(tmp_path, monkeypatch):
+    (tmp_path / "key").write_bytes(b"\xff" * 32)
+    monkeypatch.setenv("MEGAMOE_API_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match="key is no text: give one that holds a key"):
+        read_key()
