@@ -57,6 +57,9 @@ _LARGE: Final = (
 )
 """Regions with a row of their own; all others are signals."""
 
+_MOST_ROWS: Final = 4096
+_MOST_KEYS: Final = 1 << 24
+"""Of a plan of attention-pre, whose time and memory grow with both; far over any decode step."""
 _PEER_MIB: Final = {"v4-flash": 700, "v4-pro": 1113}
 _PEER_RANKS: Final = 8
 _PEER_TOKENS: Final = 8192
@@ -119,11 +122,15 @@ def attention_pre(
     model: Annotated[
         str, typer.Option(help=f"A published layer: {', '.join(ATTENTION_MODELS)}.")
     ] = "glm-5.2",
-    tokens: Annotated[int, typer.Option(min=1, help="Token rows of the batch.")] = 16,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=_MOST_ROWS, help="Token rows of the batch.")
+    ] = 16,
     requests: Annotated[
         int, typer.Option(min=0, help="That they belong to, alike; 0: as many as 8 tokens each.")
     ] = 0,
-    kv: Annotated[int, typer.Option(min=1, help="Keys per request, new tokens included.")] = 8192,
+    kv: Annotated[
+        int, typer.Option(min=1, max=_MOST_KEYS, help="Keys per request, new tokens included.")
+    ] = 8192,
     workers: Annotated[
         int, typer.Option(min=1, max=MAX_WORKERS, help="Resident CTAs: SMs of the GPU.")
     ] = 132,

@@ -17,6 +17,7 @@ from launcher import console
 from launcher.cli import app
 from launcher.ranks import arguments
 from megamoe.errors import CheckpointError, InputError
+from tests.commands import refused
 
 ROOT = Path(__file__).parents[2]
 SURFACE = Path(__file__).with_name("cli_surface.txt")
@@ -175,6 +176,11 @@ def test_a_lack_of_memory_says_what_was_asked_for_and_what_is_free():
 
 def plan(*options: str):
     return CliRunner().invoke(app, ["plan", "moe", *options])
+
+
+@pytest.mark.parametrize(("option", "given"), [("--kv", 10**12), ("--tokens", 10**6)])
+def test_a_plan_without_end_is_refused(option, given):
+    refused("plan", "attention-pre", option, given, what=f"Invalid value for '{option}'")
 
 
 def test_plan_adds_up_and_orders_the_rings():
