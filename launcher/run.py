@@ -156,7 +156,7 @@ def _run(group: Group, options: _Options, prepared: _Prepared) -> int:
     rows = slice(first, first + counts[group.rank])
 
     def routed() -> tuple[Tensor, Tensor, Tensor]:
-        x, idx, weight = _read_input(options.input, rows)
+        x, idx, weight = _read_input(options.input, rows, spec.num_experts)
         if idx is None or weight is None:
             idx, weight = checkpoint.router(options.layer)(x)
         return x.to(group.device), idx.to(group.device), weight.to(group.device)
@@ -232,12 +232,16 @@ def _open_input(path: Path) -> Any:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+_ROUTE_DTYPES = {"topk_idx": ("I32", "I64"), "topk_weight": ("F32", "F16", "BF16", "F64")}
+
+
 def _input_shape(path: Path, spec: MoESpec) -> tuple[int, int]:
     """Rows and columns of the hidden states, after a look at all that the file should hold."""
     with _open_input(path) as opened:
         names = sorted(opened.keys())
         if "hidden_states" not in names:
-            raise InputError(f"{path} has no tensor hidden_states; it has {', '.join(names)}")
+            has = ", ".join(names) or "none"
+            raise InputError(f"{path} has no tensor hidden_states; it has {has}")
         x = opened.get_slice("hidden_states")
         shape = x.get_shape()
         if len(shape) != 2:
@@ -249,20 +253,35 @@ def _input_shape(path: Path, spec: MoESpec) -> tuple[int, int]:
             missing = ({"topk_idx", "topk_weight"} - given).pop()
             raise InputError(f"{path} has {given.pop()} without {missing}: give both or none")
         for name in sorted(given):
-            of_routes, want = opened.get_slice(name).get_shape(), [shape[0], spec.topk]
+            routes = opened.get_slice(name)
+            of_routes, want = routes.get_shape(), [shape[0], spec.topk]
             if of_routes != want:
                 raise InputError(f"{name} in {path} has shape {of_routes}: must be {want}")
+            if routes.get_dtype() not in _ROUTE_DTYPES[name]:
+                raise InputError(
+                    f"{name} in {path} is {routes.get_dtype()}: must be "
+                    f"{' or '.join(_ROUTE_DTYPES[name])}"
+                )
     return shape[0], shape[1]
 
 
-def _read_input(path: Path, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _read_input(
+    path: Path, rows: slice, num_experts: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """This rank's rows: hidden states, and routes if the file has them."""
     with _open_input(path) as opened:
         x = opened.get_slice("hidden_states")[rows]
         if "topk_idx" not in opened.keys():  # noqa: SIM118 - it is no dict
             return x, None, None
         idx, weight = opened.get_slice("topk_idx")[rows], opened.get_slice("topk_weight")[rows]
-        return x, idx, weight.float()
+    wrong = ((idx < -1) | (idx >= num_experts)).nonzero()
+    if len(wrong):
+        row, slot = wrong[0].tolist()
+        raise InputError(
+            f"topk_idx[{rows.start + row}, {slot}] in {path} is {int(idx[row, slot])}: must be an "
+            f"expert 0..{num_experts - 1}, or -1 for none"
+        )
+    return x, idx, weight.float()
 
 
 def _write_output(path: Path, y: Tensor | None) -> None:

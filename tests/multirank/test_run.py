@@ -121,7 +121,8 @@ def test_under_torchrun_an_error_of_one_rank_ends_all_with_one_line(folder):
     done = processes(*start, "launcher.run", *more)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == ["error: rank 1: topk_idx[14, 1] = 99: must be an expert 0..7, or -1 for none"]
+    where = f"topk_idx[{TOKENS - 1}, 1] in {folder / 'bad.safetensors'}"
+    assert said == [f"error: rank 1: {where} is 99: must be an expert 0..7, or -1 for none"]
     assert "Traceback" not in done.stderr.partition("torch/distributed")[0]
     assert not (folder / "none.safetensors").exists()
 
@@ -155,6 +156,7 @@ X = torch.zeros(4, 256).bfloat16()
     ("tensors", "more", "message"),
     [
         ({"x": X}, [], "has no tensor hidden_states; it has x"),
+        ({}, [], "has no tensor hidden_states; it has none"),
         ({"hidden_states": X.float()}, [], "is F32: must be BF16"),
         ({"hidden_states": X[:, :128].clone()}, [], "has 128 columns: layer 1 of"),
         ({"hidden_states": X[None]}, [], "must be [T, H]"),
@@ -163,6 +165,29 @@ X = torch.zeros(4, 256).bfloat16()
             {"hidden_states": X, "topk_weight": torch.ones(4, 2), "topk_idx": torch.ones(4, 3)},
             [],
             "topk_idx in",
+        ),
+        (
+            {"hidden_states": X, "topk_weight": torch.ones(4, 2), "topk_idx": torch.ones(4, 2)},
+            [],
+            "is F32: must be I32 or I64",
+        ),
+        (
+            {
+                "hidden_states": X,
+                "topk_weight": torch.ones(4, 2).int(),
+                "topk_idx": torch.ones(4, 2).int(),
+            },
+            [],
+            "is I32: must be F32 or F16 or BF16 or F64",
+        ),
+        (
+            {
+                "hidden_states": X,
+                "topk_weight": torch.ones(4, 2),
+                "topk_idx": torch.tensor([[0, 1], [-1, 8], [0, 1], [0, 1]]),
+            },
+            [],
+            "wrong.safetensors is 8: must be an expert 0..7",
         ),
         ({"hidden_states": X}, ["--split", "3"], "is 3 tokens, but"),
         ({"hidden_states": X}, ["--layer", "0"], "is a dense layer; MoE layers are 1"),
