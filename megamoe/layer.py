@@ -24,7 +24,7 @@ from megamoe.errors import CapacityError, InputError, SpecError
 from megamoe.spec import GROUP, EpConfig, MoESpec
 from megamoe.symmetric.base import Rendezvous, agree, find_rendezvous
 from megamoe.tuning import TUNABLE, tuned
-from megamoe.weights import ExpertWeights, need_values
+from megamoe.weights import ExpertWeights, kind_of, need_values
 
 __all__ = [
     "Backend",
@@ -64,7 +64,8 @@ class MoELayer:
         """
         if not isinstance(experts, Iterable):
             raise InputError(
-                f"experts is a {_kind(experts)}: must be an iterable of ExpertWeights, one or more"
+                f"experts is a {kind_of(experts)}: must be an iterable of ExpertWeights, one or "
+                "more"
             )
         self._session.load_weights(experts)
 
@@ -226,10 +227,6 @@ class MoELayer:
                 )
 
 
-def _kind(given: object) -> str:
-    return f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
-
-
 def _rows_and_scales(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
     """The rows of a call, and their scales or None.
 
@@ -241,7 +238,8 @@ def _rows_and_scales(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor 
     if isinstance(x, tuple | list) and len(x) == 2 and all(isinstance(t, Tensor) for t in x):
         return x[0], x[1]
     raise InputError(
-        f"x is a {_kind(x)}: must be a torch.Tensor, or a pair of them (e4m3 rows, float32 scales)"
+        f"x is a {kind_of(x)}: must be a torch.Tensor, or a pair of them (e4m3 rows, float32 "
+        "scales)"
     )
 
 
@@ -299,7 +297,7 @@ def open_layer(
     """
     if not isinstance(spec, MoESpec) or not isinstance(config, EpConfig):
         raise SpecError(
-            f"open_layer got a {_kind(spec)} and a {_kind(config)}: must be a MoESpec and an "
+            f"open_layer got a {kind_of(spec)} and a {kind_of(config)}: must be a MoESpec and an "
             "EpConfig, in this order"
         )
     chosen = choose_backend(backend)

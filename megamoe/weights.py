@@ -21,6 +21,7 @@ __all__ = [
     "ExpertWeights",
     "check_expert",
     "iter_local_experts",
+    "kind_of",
     "local_expert_ids",
     "need_values",
     "random_expert",
@@ -64,7 +65,7 @@ def check_expert(spec: MoESpec, expert: ExpertWeights, num_ranks: int) -> None:
             tensor.
     """
     if not isinstance(expert, ExpertWeights):
-        raise InputError(f"an expert is a {type(expert).__name__}: must be ExpertWeights")
+        raise InputError(f"an expert is a {kind_of(expert)}: must be ExpertWeights")
     local = spec.experts_per_rank(num_ranks) + spec.num_shared
     if type(expert.index) is not int or not 0 <= expert.index < local:
         raise InputError(
@@ -98,6 +99,11 @@ def _check(
         )
 
 
+def kind_of(given: object) -> str:
+    """Type of a value, for a message."""
+    return f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+
+
 def need_values(name: str, tensor: Tensor) -> None:
     """Refuses a tensor whose memory does not hold its values: backends read addresses.
 
@@ -106,8 +112,7 @@ def need_values(name: str, tensor: Tensor) -> None:
     """
     given: object = tensor
     if not isinstance(given, Tensor):
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
-        raise InputError(f"{name} is a {kind}: must be a torch.Tensor")
+        raise InputError(f"{name} is a {kind_of(given)}: must be a torch.Tensor")
     if tensor.layout != torch.strided:
         raise InputError(f"{name} is {tensor.layout}: must be torch.strided; pass its to_dense()")
     if tensor.is_neg():
